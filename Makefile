@@ -1,0 +1,65 @@
+# One command for a newcomer: make quickstart. All set-up is part of every target and is skipped
+# where it is done already. The suite, lint and types run on the CPU, with or without a GPU.
+
+PYTHON ?= python3
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+TEST_MODEL := .model/smollm2-135m-instruct
+MODEL ?= $(TEST_MODEL)
+PYTEST_ARGS ?=
+
+VENV = $(if $(filter gpu,$(DEVICE)),.venv-gpu,.venv)
+RUN = $(VENV)/bin/python
+TESTS = $(VENV)/bin/pytest $(PYTEST_ARGS)
+
+# No hub, no usage reports: whatever the machine, tests and examples see only local files.
+OFFLINE = HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+test test-unit test-engine check lint types lock: DEVICE = cpu
+test test-unit test-engine check: export CORUN_TEST_MODEL = $(abspath $(TEST_MODEL))
+test test-unit test-engine check: export VLLM_LOGGING_LEVEL ?= WARNING
+test test-unit test-engine check: SETUP_ARGS = --compiler
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model quickstart test test-unit test-engine test-compat check lint types lock \
+	readme clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+setup: ## create the virtual environment and install the locked packages
+	@$(PYTHON) tools/setup_env.py --device $(DEVICE) $(SETUP_ARGS)
+
+model: setup ## prepare the small test model, SmolLM2-135M-Instruct
+	@$(RUN) tools/prepare_model.py --output $(TEST_MODEL)
+
+quickstart: setup $(if $(filter $(TEST_MODEL),$(MODEL)),model) ## plain vLLM beside CoRun, to the bit; MODEL=... takes another model
+	@$(if $(filter $(TEST_MODEL),$(MODEL)),$(OFFLINE)) $(RUN) -m corun.quickstart $(MODEL)
+
+test: setup model ## the whole suite
+	$(OFFLINE) $(TESTS)
+
+test-unit: setup ## only the tests without an engine
+	$(OFFLINE) $(TESTS) tests/unit
+
+test-engine: setup model ## only the tests on a real vLLM engine
+	$(OFFLINE) $(TESTS) tests/engine
+
+check: lint types test ## lint, types and the whole suite
+
+lint: setup ## ruff
+	$(VENV)/bin/ruff check .
+
+types: setup ## mypy
+	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy tools
+
+lock: setup ## resolve requirements/*.lock anew
+	$(RUN) tools/lock.py
+
+readme: setup model ## paste the quickstart's output and the recorded results into README.md
+	$(OFFLINE) $(RUN) tools/readme_quickstart.py
+	$(RUN) tools/readme_tables.py
+
+clean: ## remove the environments, the model and caches
+	rm -rf .venv .venv-gpu .model build dist corun_vllm.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find corun tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

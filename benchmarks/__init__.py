@@ -1,0 +1,1 @@
+"""Recorded benchmarks and the scripts that make them."""

@@ -1,0 +1,128 @@
+"""``corun``: the command line. Only the chosen subcommand's module is imported, and vLLM by it.
+
+Exit status: 0 the contract was kept, 1 it was broken, 2 the command could not run. Status 2 comes
+with one message on stderr; ``CORUN_DEBUG=1`` shows the traceback instead.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+from corun.engine.audit import PlanViolationError
+
+KEPT, BROKEN, CANNOT_RUN = 0, 1, 2
+DEBUG_VARIABLE = "CORUN_DEBUG"
+
+
+class Command(NamedTuple):
+    """A subcommand: the module that implements it and its line in ``corun --help``."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "generate": Command("corun.commands.generate", "answer a JSONL file of prompts, reproducibly"),
+    "serve": Command("corun.commands.serve", "vLLM's OpenAI-compatible server, held to a policy"),
+    "verify": Command("corun.commands.verify", "check that outputs do not depend on co-runners"),
+    "localize": Command("corun.commands.localize", "find the module where plain vLLM diverges"),
+    "doctor": Command("corun.commands.doctor", "what is installed, and which policy would run"),
+}
+
+
+class _Version(argparse.Action):
+    """``--version``, read only when asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show CoRun's version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from corun import __version__
+
+        print(f"corun {__version__}")
+        parser.exit()
+
+
+def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:
+    """The parser, with the arguments of the `chosen` command only, and that command's module."""
+    parser = argparse.ArgumentParser(
+        prog="corun",
+        description="Deterministic vLLM: the same tokens and logprobs, to the bit, whatever else "
+        "runs beside a request.",
+        epilog="Exit status: 0 the contract was kept, 1 it was broken, 2 it could not run.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    module = None
+    for name, command in COMMANDS.items():
+        sub = subparsers.add_parser(
+            name,
+            help=command.help,
+            description=command.help[0].upper() + command.help[1:] + ".",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        if name == chosen:
+            module = importlib.import_module(command.module)
+            module.add_arguments(sub)
+    return parser, module
+
+
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModuleType]:
+    chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    parser, module = _parser(chosen)
+    given, passed = list(argv), []
+    if getattr(module, "PASS_THROUGH", False):
+        if "--" in given:
+            cut = given.index("--")
+            given, passed = given[:cut], given[cut + 1 :]
+        # vLLM's own way to ask for a part of its help; argparse would call it an error.
+        passed += [a for a in given if a.startswith("--help=")]
+        given = [a for a in given if not a.startswith("--help=")]
+    args, unknown = parser.parse_known_args(given)
+    if unknown and not getattr(module, "PASS_THROUGH", False):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    args.rest = unknown + passed
+    assert module is not None  # argparse has exited unless a command was chosen
+    return args, module
+
+
+def _explain(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "vllm":
+        return (
+            "vLLM is not installed here; install 'corun-vllm[gpu]' on a machine with a GPU, "
+            "or 'corun-vllm[cpu]'"
+        )
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, ValueError | RuntimeError | OSError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error} ({DEBUG_VARIABLE}=1 shows where)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``corun`` with `argv` (default: the process's arguments); returns the exit status."""
+    args, status = None, CANNOT_RUN
+    try:
+        args, module = _parse(sys.argv[1:] if argv is None else argv)
+        return int(module.run(args))
+    except KeyboardInterrupt:
+        message = "interrupted"
+    except PlanViolationError as error:
+        message, status = str(error), BROKEN
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE, "").strip() not in ("", "0"):
+            raise
+        message = _explain(error)
+    name = f"corun {args.command}" if args else "corun"
+    print(f"{name}: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

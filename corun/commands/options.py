@@ -1,0 +1,37 @@
+"""Options that several subcommands share."""
+
+import argparse
+from typing import Any
+
+from corun.config import POLICIES
+
+
+def add_policy_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--policy``, ``--no-strict`` and ``--step-log`` (all unset by default)."""
+    group = parser.add_argument_group("CoRun")
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        help="how vLLM is held to the contract (default: CORUN_POLICY, else auto); off: plain vLLM",
+    )
+    group.add_argument(
+        "--no-strict",
+        action="store_const",
+        const=False,
+        dest="strict",
+        help="count steps outside the plan instead of stopping the engine at the first",
+    )
+    group.add_argument(
+        "--step-log", metavar="FILE", help="write one JSON line for each executed step"
+    )
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The CoRun settings that were given as flags, in ``CoRunConfig``'s names."""
+    settings = {"policy": args.policy, "strict": args.strict, "step_log": args.step_log}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json FILE``, for the command's report."""
+    parser.add_argument("--json", metavar="FILE", help="write the report to FILE as JSON")

@@ -1,0 +1,91 @@
+"""CoRunConfig: the one typed configuration, whatever it was given through.
+
+Sources, strongest first: keywords (``corun.LLM(corun=...)``), ``additional_config["corun"]`` (what
+``vllm serve --additional-config`` sets), then the environment (``CORUN_POLICY``, ``CORUN_STRICT``,
+``CORUN_STEP_LOG``). Nothing given anywhere means that CoRun stays off.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+POLICIES = ("auto", "isolate", "pack", "certified", "off")
+ENV_PREFIX = "CORUN_"
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+
+
+@dataclass(frozen=True, slots=True)
+class CoRunConfig:
+    """What the user asked CoRun to do.
+
+    policy: one of ``POLICIES``; see docs/contract.md.
+    strict: stop the engine at the first step outside the plan (True), or only count it (False).
+    step_log: a file that receives one JSON line for each executed step; None for no log.
+    """
+
+    policy: str = "auto"
+    strict: bool = True
+    step_log: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(
+                f"CoRun has no policy {self.policy!r}; choose one of {', '.join(POLICIES)}"
+            )
+        if not isinstance(self.strict, bool):
+            raise ValueError(f"CoRun's 'strict' is true or false, not {self.strict!r}")
+        if self.step_log is not None and not isinstance(self.step_log, str):
+            raise ValueError(f"CoRun's 'step_log' is a file's path, not {self.step_log!r}")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether CoRun changes anything at all."""
+        return self.policy != "off"
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> "CoRunConfig":
+        """A config from ``additional_config["corun"]``. ValueError names an unknown key."""
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"additional_config['corun'] must be a mapping such as "
+                f'{{"policy": "auto"}}, not {given!r}'
+            )
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise ValueError(
+                f"CoRun does not know the setting(s) {', '.join(map(repr, unknown))}; "
+                f"it has {', '.join(sorted(known))}"
+            )
+        return cls(**given)
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> "CoRunConfig | None":
+        """A config from CORUN_* variables, or None where CORUN_POLICY is not set."""
+        env = os.environ if environ is None else environ
+        policy = env.get(ENV_PREFIX + "POLICY", "").strip().lower()
+        if not policy:
+            return None
+        config = cls(policy=policy)
+        if strict := env.get(ENV_PREFIX + "STRICT", "").strip().lower():
+            if strict not in _TRUE | _FALSE:
+                raise ValueError(f"CORUN_STRICT is 1 or 0, not {strict!r}")
+            config = replace(config, strict=strict in _TRUE)
+        if step_log := env.get(ENV_PREFIX + "STEP_LOG", "").strip():
+            config = replace(config, step_log=step_log)
+        return config
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The form that travels in ``additional_config["corun"]``."""
+        return asdict(self)
+
+
+def resolve(
+    additional_config: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None
+) -> CoRunConfig:
+    """The config in force: additional_config first, then the environment, else off."""
+    given = (additional_config or {}).get("corun")
+    if given is not None:
+        return CoRunConfig.from_mapping(given)
+    return CoRunConfig.from_env(environ) or CoRunConfig(policy="off")

@@ -1,0 +1,110 @@
+"""Seam: decode attention without split-KV (paper, Section IV-C); prefill keeps it.
+
+A split of the KV sequence is chosen from the whole batch, so a decode row's reduction order would
+depend on its co-runners. Each backend says "one split" in its own way; a backend that has no entry
+here is refused by name. Prefill steps hold one request, so their splits depend on nothing else.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm import envs
+
+from corun.engine.runner_state import RunnerState
+
+SEAMS: tuple[tuple, ...] = (
+    ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadata.max_num_splits"),
+    ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadata.scheduler_metadata"),
+    ("vllm.v1.attention.backends.mla.triton_mla", "_compute_num_kv_splits", ("max_seq_len",)),
+    ("vllm.v1.worker.utils", "AttentionGroup.get_metadata_builder"),
+    ("vllm.config", "AttentionConfig.flash_attn_max_num_splits_for_cuda_graph"),
+)
+SEAMS_BY_VERSION: dict[str, tuple[tuple, ...]] = {
+    "0.32": (("vllm.v1.attention.backends.cpu_attn", "CPUAttentionMetadataBuilder.build"),),
+}
+
+
+def _one_split(metadata: Any, graph: bool, where: str) -> None:
+    """Set FlashAttention metadata to one KV split (a graph has it from its capture)."""
+    if not graph:
+        metadata.max_num_splits = 1
+        # An ahead-of-time schedule was made for the heuristic's splits: let the kernel make its
+        # own.
+        metadata.scheduler_metadata = None
+    if metadata.max_num_splits != 1:
+        raise RuntimeError(
+            f"CoRun: {where} decode would split KV {metadata.max_num_splits} ways; "
+            "attention_config.flash_attn_max_num_splits_for_cuda_graph must be 1"
+        )
+
+
+def _hold_flash_attn(builder: Any, state: RunnerState) -> None:
+    build = builder.build
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        metadata = build(*args, **kwargs)
+        if state.decode_step:
+            _one_split(metadata, state.graph, "FLASH_ATTN")
+        return metadata
+
+    builder.build = held
+
+
+def _hold_flash_attn_mla(builder: Any, state: RunnerState) -> None:
+    build = builder.build
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        metadata = build(*args, **kwargs)
+        if state.decode_step and metadata.decode is not None:
+            _one_split(metadata.decode, state.graph, "FLASH_ATTN_MLA")
+        return metadata
+
+    builder.build = held
+
+
+def _hold_triton_attn(builder: Any, state: RunnerState) -> None:
+    # More sequences than the threshold take the unsplit ("2D") kernel: with 0, all do.
+    builder.seq_threshold_3D = 0
+
+
+def _hold_triton_mla(builder: Any, state: RunnerState) -> None:
+    from vllm.v1.attention.backends.mla import triton_mla
+
+    def one_split(max_seq_len: int, sm_count: int) -> int:
+        return 1
+
+    triton_mla._compute_num_kv_splits = one_split
+
+
+def _hold_cpu_attn(builder: Any, state: RunnerState) -> None:
+    if envs.VLLM_CPU_ATTN_SPLIT_KV:
+        raise RuntimeError("CoRun: VLLM_CPU_ATTN_SPLIT_KV is on in the worker; unset it")
+
+
+HOLD: dict[str, Callable[[Any, RunnerState], None]] = {
+    "FLASH_ATTN": _hold_flash_attn,
+    "FLASH_ATTN_MLA": _hold_flash_attn_mla,
+    "TRITON_ATTN": _hold_triton_attn,
+    "TRITON_MLA": _hold_triton_mla,
+    "CPU_ATTN": _hold_cpu_attn,
+}
+
+
+def install(runner: Any, state: RunnerState) -> list[str]:
+    """Constrain every attention group's metadata builders; returns the backends' names.
+
+    Called after the KV cache exists and before graphs are captured (a graph bakes the kernel in).
+    """
+    names = set()
+    for groups in runner.attn_groups:
+        for group in groups:
+            name = group.backend.get_name()
+            if name not in HOLD:
+                raise ValueError(
+                    f"CoRun has not been tested with the attention backend {name}; "
+                    f"choose one of {', '.join(sorted(HOLD))} with --attention-backend"
+                )
+            names.add(name)
+            for builder in group.metadata_builders:
+                HOLD[name](builder, state)
+    return sorted(names)

@@ -1,0 +1,129 @@
+"""The domain of a running engine: what must be equal for two outputs to be comparable.
+
+Read in the worker, where the weights and the device are.
+"""
+
+import hashlib
+import json
+import platform
+from typing import Any
+
+import torch
+
+from corun.engine.seams import vllm_version
+
+SEAMS = (
+    ("vllm.config", "VllmConfig"),
+    ("vllm.platforms", "current_platform.get_device_name"),
+)
+
+_CHUNK = 1 << 24
+_MULTIPLIER = 0x5851F42D4C957F2D  # odd, so every word's weight is invertible mod 2**64
+
+
+def _int64(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def tensor_checksum(tensor: torch.Tensor) -> int:
+    """A 64-bit, order-sensitive checksum of a tensor's bytes, in exact integer arithmetic."""
+    raw = tensor.detach().contiguous().view(-1)
+    if raw.numel() == 0:
+        return 0
+    raw = raw.view(torch.uint8)
+    if raw.numel() % 4:
+        raw = torch.cat([raw, raw.new_zeros(4 - raw.numel() % 4)])
+    words = raw.view(torch.int32)
+    total = 0
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        index = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
+        weight = (index * 2 + 1) * _MULTIPLIER
+        weight = weight ^ (weight >> 29)
+        total += int((part * (weight | 1)).sum().item())
+    return _int64(total)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 (hex, 16 digits) over every parameter's name, shape, dtype and checksum."""
+    h = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        row = [name, list(parameter.shape), str(parameter.dtype), tensor_checksum(parameter.data)]
+        h.update(json.dumps(row).encode())
+    return h.hexdigest()[:16]
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _software() -> dict[str, Any]:
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    from corun import __version__
+
+    return {
+        "corun": __version__,
+        "vllm": vllm_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton_version,
+    }
+
+
+def _device() -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # The CPU's GEMMs divide work by thread: another count may be another summation order.
+        return {
+            "name": f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            "threads": torch.get_num_threads(),
+        }
+    return {"name": current_platform.get_device_name()}
+
+
+def describe(
+    vllm_config: Any,
+    model: torch.nn.Module,
+    plan: dict[str, Any],
+    runner: str,
+    attention: list[str],
+) -> dict[str, Any]:
+    """The domain as JSON values; ``corun.contract.fingerprint`` names it.
+
+    plan: the plan's mapping. runner: V1, V2 or CPU. attention: names of the backends in use.
+    """
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    compilation, cache = vllm_config.compilation_config, vllm_config.cache_config
+    hf = model_config.hf_config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version"):
+        hf.pop(volatile, None)
+    return {
+        "policy": plan["policy"],
+        "decode_rows": plan["decode_rows"],
+        "max_prefill_tokens": plan["max_prefill_tokens"],
+        "decode_graph": plan["decode_graph"],
+        "model": _hash(hf),
+        "weights": weights_digest(model),
+        "dtype": str(model_config.dtype),
+        "max_model_len": model_config.max_model_len,
+        "logprobs_mode": str(model_config.logprobs_mode),
+        "max_logprobs": model_config.max_logprobs,
+        "kv_cache": {"dtype": str(cache.cache_dtype), "block_size": cache.block_size},
+        "attention": attention,
+        "runner": runner,
+        "compilation": {
+            "mode": str(compilation.mode),
+            "backend": str(compilation.backend),
+            "custom_ops": sorted(compilation.custom_ops),
+            "inductor": _hash(compilation.inductor_compile_config),
+        },
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "device": _device(),
+        "software": _software(),
+    }

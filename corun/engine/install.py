@@ -1,0 +1,41 @@
+"""Puts the front-end seams in place; the worker's are attached when the worker starts."""
+
+import functools
+from typing import Any
+
+from vllm.v1.engine.core import EngineCore
+
+from corun.config import CoRunConfig
+from corun.engine import arguments, http, seeds
+
+SEAMS = (("vllm.v1.engine.core", "EngineCore.__init__", ("vllm_config",)),)
+
+
+def _install_guard() -> None:
+    """An engine that bypassed EngineArgs although CORUN_POLICY asks for CoRun must not start."""
+    start = EngineCore.__init__
+    if hasattr(start, "__corun__"):
+        return
+
+    @functools.wraps(start)
+    def guarded(self: EngineCore, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        asked = CoRunConfig.from_env()
+        given = (vllm_config.additional_config or {}).get("corun")
+        if asked and asked.enabled and given is None:
+            raise RuntimeError(
+                f"CORUN_POLICY={asked.policy} is set, but this engine's config was not built "
+                "through vLLM's EngineArgs, so CoRun does not hold it. Build it with "
+                "EngineArgs(...).create_engine_config(), or unset CORUN_POLICY"
+            )
+        start(self, vllm_config, *args, **kwargs)
+
+    guarded.__corun__ = True  # type: ignore[attr-defined]
+    EngineCore.__init__ = guarded
+
+
+def install() -> None:
+    """Install every front-end seam; once, however often it is called."""
+    arguments.install()
+    seeds.install()
+    http.install_http()
+    _install_guard()

@@ -1,0 +1,63 @@
+"""Seam: fixed-shape decode (paper, Section IV-C) where no CUDA graph pads, and what was executed.
+
+With graphs, configuration alone does it: FULL_DECODE_ONLY and one capture size. Without (CPU,
+``enforce_eager``), both runners' dispatchers return the unpadded size, so decode steps are padded
+here to the same R rows. Padding rows have slot -1: they write no KV. Both paths note in RunnerState
+what the model was given, for the audit.
+"""
+
+import dataclasses
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+
+from corun.engine.runner_state import RunnerState
+
+_DETERMINE = "_determine_batch_execution_and_padding"
+
+SEAMS = (
+    (
+        "vllm.v1.worker.gpu_model_runner",
+        f"GPUModelRunner.{_DETERMINE}",
+        ("num_tokens", "num_reqs", "force_uniform_decode"),
+    ),
+    (
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager.dispatch",
+        ("num_reqs", "num_tokens", "uniform_token_count"),
+    ),
+    ("vllm.v1.worker.gpu.cudagraph_utils", "BatchExecutionDescriptor"),
+    ("vllm.forward_context", "BatchDescriptor"),
+)
+
+
+def _padded(state: RunnerState, descriptor: Any, mode: CUDAGraphMode) -> Any:
+    """The descriptor to run: R rows in a decode step that no graph pads."""
+    if state.decode_step and mode == CUDAGraphMode.NONE:
+        descriptor = dataclasses.replace(descriptor, num_tokens=state.decode_rows)
+    state.rows = descriptor.num_tokens
+    state.graph = mode == CUDAGraphMode.FULL
+    return descriptor
+
+
+def install_v1(runner: Any, state: RunnerState) -> None:
+    """Hold the V1 runner (GPU and CPU)."""
+    determine = getattr(runner, _DETERMINE)
+
+    def held(*args: Any, **kwargs: Any) -> tuple:
+        mode, descriptor, *rest = determine(*args, **kwargs)
+        return (mode, _padded(state, descriptor, mode), *rest)
+
+    setattr(runner, _DETERMINE, held)
+
+
+def install_v2(runner: Any, state: RunnerState) -> None:
+    """Hold the V2 runner."""
+    manager = runner.cudagraph_manager
+    dispatch = manager.dispatch
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        descriptor = dispatch(*args, **kwargs)
+        return _padded(state, descriptor, descriptor.cg_mode)
+
+    manager.dispatch = held

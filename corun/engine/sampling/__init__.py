@@ -1,0 +1,1 @@
+"""Seeded sampling whose result for a row depends on that row alone."""

@@ -1,0 +1,161 @@
+"""Seam: the worker. It attaches CoRun to the model runner and audits every step.
+
+vLLM builds its runner inside ``init_device``; everything CoRun holds is attached to that one object
+afterwards: attention once the KV cache exists (a captured graph bakes the kernel in), the rest once
+warm-up is over.
+"""
+
+from typing import Any
+
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import Worker
+
+from corun.config import CoRunConfig
+from corun.engine import attention, collectives, domain, lm_head, padding
+from corun.engine.arguments import PLAN_KEY
+from corun.engine.audit import StepAudit
+from corun.engine.runner_state import RunnerState
+from corun.engine.seeds import take_seed
+from corun.plan import DECODE, PREFILL, Plan, StepShape
+
+SEAMS: tuple[tuple, ...] = (
+    ("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", ("kv_cache_config",)),
+    ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"),
+    ("vllm.v1.worker.gpu_worker", "Worker.execute_model", ("scheduler_output",)),
+    ("vllm.v1.worker.gpu_worker", "Worker.sample_tokens", ("grammar_output",)),
+    ("vllm.v1.core.sched.output", "NewRequestData.from_request"),
+    ("vllm.v1.core.sched.output", "CachedRequestData.make_empty"),
+)
+SEAMS_BY_VERSION: dict[str, tuple[tuple, ...]] = {
+    "0.32": (("vllm.v1.worker.cpu_worker", "CPUWorker.compile_or_warm_up_model"),),
+}
+
+
+def _prompt_len(new: Any) -> int:
+    """Tokens in a new request's prompt, given as ids or as embeddings."""
+    prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
+    return len(prompt)
+
+
+class CoRunWorkerMixin:
+    """CoRun over vLLM's worker (GPU or CPU)."""
+
+    _corun_audit: StepAudit | None = None
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """vLLM's, then one split for decode attention and one order for all-reduces."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        given = self.vllm_config.additional_config  # type: ignore[attr-defined]
+        self._corun_config = CoRunConfig.from_mapping(given["corun"])
+        self._corun_plan = Plan(**given[PLAN_KEY])
+        runner = self.model_runner  # type: ignore[attr-defined]
+        runner.corun = self._corun = RunnerState(decode_rows=self._corun_plan.decode_rows)
+        self._corun_backends = attention.install(runner, self._corun)
+        collectives.install(get_tp_group(), self._corun_plan.decode_rows)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's, then the LM head, the sampler, padding and the audit."""
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        runner, state = self.model_runner, self._corun  # type: ignore[attr-defined]
+        self._corun_v2 = bool(getattr(self, "use_v2_model_runner", False))
+        lm_head.install(runner.model, state)
+        if self._corun_v2:
+            from corun.engine.sampling import v2 as sampling
+
+            padding.install_v2(runner, state)
+        else:
+            from corun.engine.sampling import v1 as sampling  # type: ignore[no-redef]
+
+            padding.install_v1(runner, state)
+        sampling.install(runner)
+        self._corun_audit = StepAudit(
+            self._corun_plan, self._corun_config.strict, self._corun_config.step_log
+        )
+        return times
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """One forward pass, after noting its shape and its new requests' seeds."""
+        if self._corun_audit is None:  # vLLM's own warm-up
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        self._take_seeds(scheduler_output)
+        tokens = scheduler_output.num_scheduled_tokens
+        if not tokens:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        state = self._corun
+        state.decode_step = max(tokens.values()) == 1
+        state.padded_logits, state.rows, state.graph, state.sample_rows = None, 0, False, 0
+        self._corun_pending = (
+            len(tokens),
+            scheduler_output.total_num_scheduled_tokens,
+            self._prefills(scheduler_output),
+        )
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Sampling, then the audit of the step that it ends."""
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if self._corun_audit is not None:
+            self._audit_step()
+        return output
+
+    def corun_report(self) -> dict[str, Any]:
+        """RPC: the plan, the audit's counts and the domain, all JSON values."""
+        runner = "V2" if self._corun_v2 else "CPU" if current_platform.is_cpu() else "V1"
+        assert self._corun_audit is not None
+        plan = self._corun_plan.to_mapping()
+        return {
+            "plan": plan,
+            **self._corun_audit.report(),
+            "domain": domain.describe(
+                self.vllm_config,  # type: ignore[attr-defined]
+                self.model_runner.model,  # type: ignore[attr-defined]
+                plan,
+                runner,
+                self._corun_backends,
+            ),
+        }
+
+    def _take_seeds(self, scheduler_output: Any) -> None:
+        seeds, prompt_lens = self._corun.seeds, self._corun.prompt_lens
+        for request_id in scheduler_output.finished_req_ids:
+            seeds.pop(request_id, None)
+            prompt_lens.pop(request_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.sampling_params is None:
+                raise RuntimeError(f"CoRun: request {new.req_id} is not a generation request")
+            seeds[new.req_id] = take_seed(new.sampling_params)
+            prompt_lens[new.req_id] = _prompt_len(new)
+            if not self._corun_v2:
+                # No seed in the runner's copy: V1 would make a torch.Generator for it, whose state
+                # moves with every step and which CPUs cannot rewind after a discarded chunk.
+                new.sampling_params = new.sampling_params.clone()
+                new.sampling_params.seed = None
+
+    def _prefills(self, scheduler_output: Any) -> int:
+        """How many of the scheduled requests are still inside their prompt."""
+        inside = len(scheduler_output.scheduled_new_reqs)
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            inside += computed < self._corun.prompt_lens.get(request_id, 0)
+        return inside
+
+    def _audit_step(self) -> None:
+        requests, tokens, prefills = self._corun_pending
+        state = self._corun
+        step = StepShape(
+            kind=DECODE if state.decode_step else PREFILL,
+            requests=requests,
+            prefill_requests=prefills,
+            tokens=tokens,
+            rows=state.rows,
+            sample_rows=state.sample_rows,
+            graph=state.graph,
+        )
+        state.decode_step = False
+        assert self._corun_audit is not None
+        self._corun_audit.record(step)
+
+
+class CoRunGPUWorker(CoRunWorkerMixin, Worker):
+    """CoRun on a CUDA device (V1 and V2 runners)."""

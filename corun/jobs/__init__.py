@@ -1,0 +1,1 @@
+"""Jobs of ``corun generate``: reading, checking, recording and resuming. No torch, no vLLM."""

@@ -1,0 +1,1 @@
+"""The policies: which requests run in the next step. Pure Python: no torch, no vLLM."""

@@ -1,0 +1,153 @@
+"""Which engine settings pass, which are switched off, which are refused. No engine starts."""
+
+import json
+
+import pytest
+
+pytest.importorskip("vllm")
+from vllm.engine.arg_utils import EngineArgs
+
+from corun.config import CoRunConfig
+from corun.engine import arguments
+
+ISOLATE = CoRunConfig("isolate")
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    return str(tmp_path)
+
+
+def args(model, **kwargs):
+    return EngineArgs(model=model, skip_tokenizer_init=True, max_model_len=256, **kwargs)
+
+
+def test_the_plan_goes_in(model, monkeypatch):
+    given = args(model, max_num_seqs=16, max_num_batched_tokens=64)
+    plan = arguments.settle(given, ISOLATE)
+    assert (plan.policy, plan.decode_rows, plan.max_prefill_tokens) == ("isolate", 16, 64)
+    assert given.enable_prefix_caching is False
+    assert given.disable_cascade_attn is True
+    assert given.additional_config["corun"]["policy"] == "isolate"
+    assert arguments.settle(given, ISOLATE) == plan  # a second pass changes nothing
+
+
+def test_defaults_are_one_domain_on_every_entry_point(model):
+    plan = arguments.settle(args(model), ISOLATE)
+    assert (plan.decode_rows, plan.max_prefill_tokens) == (
+        arguments.CPU_ROWS,
+        arguments.CPU_PREFILL_TOKENS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_prefix_caching", True),
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 3}),
+        ("enable_lora", True),
+        ("enable_eplb", True),
+        ("enable_expert_parallel", True),
+        ("enable_dbo", True),
+        ("pipeline_parallel_size", 2),
+        ("decode_context_parallel_size", 2),
+        ("kv_offloading_size", 4.0),
+        ("logits_processors", ["some.processor"]),
+        ("quantization", "fp8"),
+        ("kv_cache_dtype", "fp8"),
+        ("use_fp64_gumbel", True),
+        ("scheduler_cls", "my.Scheduler"),
+        ("worker_cls", "my.Worker"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused_by_name(model, name, value):
+    given = args(model)
+    setattr(given, name, value)
+    with pytest.raises(ValueError, match=rf"{name}=.*because"):
+        arguments.settle(given, ISOLATE)
+
+
+def test_every_refusal_and_switch_names_a_field_of_some_tested_version():
+    names = {f.name for f in arguments.fields(EngineArgs)}
+    only_025 = {"max_num_partial_prefills", "calculate_kv_scales"}
+    for name in [r.name for r in arguments.REFUSED] + [n for n, _ in arguments.SWITCHED_OFF]:
+        assert name in names | only_025, name
+
+
+def test_a_chunk_must_hold_a_decode_step(model):
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens \(8\) is below max_num_seqs"):
+        arguments.settle(args(model, max_num_seqs=16, max_num_batched_tokens=8), ISOLATE)
+
+
+@pytest.mark.parametrize("policy", ["pack", "certified"])
+def test_policies_that_need_a_certificate(model, policy):
+    with pytest.raises(ValueError, match="certificate"):
+        arguments.settle(args(model), CoRunConfig(policy))
+
+
+def test_auto_is_isolate_and_says_why(model):
+    plan = arguments.settle(args(model), CoRunConfig("auto"))
+    assert plan.policy == "isolate"
+    assert "certificate" in plan.reason
+
+
+def test_graphs_on_a_device(model, monkeypatch):
+    monkeypatch.setattr(arguments.current_platform, "is_cpu", lambda: False)
+    given = args(model, max_num_seqs=16)
+    assert arguments._settle_graphs(given, 16) is True
+    compilation = given.compilation_config
+    assert compilation.cudagraph_mode.name == "FULL_DECODE_ONLY"
+    assert compilation.cudagraph_capture_sizes == [16]
+    assert arguments._settle_graphs(args(model, enforce_eager=True), 16) is False
+    with pytest.raises(ValueError, match="cudagraph_capture_sizes"):
+        arguments._settle_graphs(args(model, cudagraph_capture_sizes=[1, 2, 4]), 16)
+    piecewise = args(model, compilation_config={"cudagraph_mode": "PIECEWISE"})
+    with pytest.raises(ValueError, match="cudagraph_mode"):
+        arguments._settle_graphs(piecewise, 16)
+
+
+def test_off_changes_nothing(model, monkeypatch):
+    monkeypatch.delenv("CORUN_POLICY", raising=False)
+    arguments.install()
+    config = args(model, max_num_seqs=4, max_num_batched_tokens=256).create_engine_config()
+    assert arguments.PLAN_KEY not in config.additional_config
+    assert config.scheduler_config.scheduler_cls is None
+
+
+def test_the_whole_way_through_create_engine_config(model, monkeypatch):
+    monkeypatch.setenv("CORUN_POLICY", "isolate")
+    arguments.install()
+    arguments.install()
+    config = args(model, max_num_seqs=4, max_num_batched_tokens=256).create_engine_config()
+    assert config.additional_config[arguments.PLAN_KEY]["decode_rows"] == 4
+    assert config.parallel_config.worker_cls == arguments.CPU_WORKER
+    assert config.scheduler_config.scheduler_cls == arguments.SCHEDULER  # sync on the CPU
+    assert config.cache_config.enable_prefix_caching is False
+
+
+def test_additional_config_can_turn_the_environment_off(model, monkeypatch):
+    monkeypatch.setenv("CORUN_POLICY", "isolate")
+    arguments.install()
+    given = args(model, additional_config={"corun": {"policy": "off"}})
+    assert arguments.PLAN_KEY not in given.create_engine_config().additional_config
+
+
+def test_quantization_from_the_model_is_refused_too(model, monkeypatch):
+    config = args(model).create_engine_config()
+    config.model_config.quantization = "fp8"
+    with pytest.raises(ValueError, match="quantization fp8"):
+        arguments.check_config(config, arguments.settle(args(model), ISOLATE))

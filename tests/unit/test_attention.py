@@ -1,0 +1,82 @@
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+from corun.engine import attention
+from corun.engine.runner_state import RunnerState
+
+
+def runner(name, builder):
+    backend = SimpleNamespace(get_name=lambda: name)
+    group = SimpleNamespace(backend=backend, metadata_builders=[builder])
+    return SimpleNamespace(attn_groups=[[group]])
+
+
+def flash(splits):
+    metadata = SimpleNamespace(max_num_splits=splits, scheduler_metadata="schedule")
+    return metadata, SimpleNamespace(build=lambda *a, **k: metadata)
+
+
+def test_eager_decode_has_one_split_and_no_schedule():
+    metadata, builder = flash(0)
+    state = RunnerState(8, decode_step=True)
+    assert attention.install(runner("FLASH_ATTN", builder), state) == ["FLASH_ATTN"]
+    assert builder.build(0, None).max_num_splits == 1
+    assert metadata.scheduler_metadata is None
+
+
+def test_prefill_keeps_its_splits():
+    metadata, builder = flash(0)
+    attention.install(runner("FLASH_ATTN", builder), RunnerState(8, decode_step=False))
+    builder.build(0, None)
+    assert (metadata.max_num_splits, metadata.scheduler_metadata) == (0, "schedule")
+
+
+def test_a_graph_that_splits_is_an_error():
+    _, builder = flash(32)
+    attention.install(runner("FLASH_ATTN", builder), RunnerState(8, decode_step=True, graph=True))
+    with pytest.raises(RuntimeError, match="32 ways"):
+        builder.build(0, None)
+
+
+def test_a_graph_with_one_split_keeps_its_schedule():
+    metadata, builder = flash(1)
+    attention.install(runner("FLASH_ATTN", builder), RunnerState(8, decode_step=True, graph=True))
+    builder.build(0, None)
+    assert metadata.scheduler_metadata == "schedule"
+
+
+def test_mla_constrains_its_decode_part():
+    inner = SimpleNamespace(max_num_splits=0, scheduler_metadata="schedule")
+    builder = SimpleNamespace(build=lambda *a, **k: SimpleNamespace(decode=inner))
+    attention.install(runner("FLASH_ATTN_MLA", builder), RunnerState(8, decode_step=True))
+    builder.build(0, None)
+    assert (inner.max_num_splits, inner.scheduler_metadata) == (1, None)
+
+
+def test_triton_takes_the_unsplit_kernel_for_every_batch():
+    builder = SimpleNamespace(seq_threshold_3D=128)
+    attention.install(runner("TRITON_ATTN", builder), RunnerState(8))
+    assert builder.seq_threshold_3D == 0
+
+
+def test_triton_mla_has_one_split(monkeypatch):
+    from vllm.v1.attention.backends.mla import triton_mla
+
+    monkeypatch.setattr(triton_mla, "_compute_num_kv_splits", triton_mla._compute_num_kv_splits)
+    attention.install(runner("TRITON_MLA", SimpleNamespace()), RunnerState(8))
+    assert triton_mla._compute_num_kv_splits(100_000, 132) == 1
+
+
+def test_cpu_needs_its_variable(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "1")
+    with pytest.raises(RuntimeError, match="VLLM_CPU_ATTN_SPLIT_KV"):
+        attention.install(runner("CPU_ATTN", SimpleNamespace()), RunnerState(8))
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
+    assert attention.install(runner("CPU_ATTN", SimpleNamespace()), RunnerState(8)) == ["CPU_ATTN"]
+
+
+def test_an_unknown_backend_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"FLASHINFER.*FLASH_ATTN"):
+        attention.install(runner("FLASHINFER", SimpleNamespace()), RunnerState(8))

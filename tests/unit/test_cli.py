@@ -1,0 +1,149 @@
+"""corun.cli: which command runs, and with which exit status it ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from corun import cli
+from corun.engine.audit import PlanViolationError
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A function that installs a subcommand `probe` whose `run` it is given."""
+    monkeypatch.delenv("CORUN_DEBUG", raising=False)
+
+    def install(run, pass_through=False):
+        def add_arguments(parser):
+            parser.add_argument("--flag")
+            parser.add_argument("-i")
+
+        module = SimpleNamespace(add_arguments=add_arguments, run=run, PASS_THROUGH=pass_through)
+        monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("probe_module", "a probe"))
+        monkeypatch.setitem(sys.modules, "probe_module", module)
+
+    return install
+
+
+def raising(error):
+    def run(args):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("status", [0, 1, 2])
+def test_the_commands_status_is_the_exit_status(command, status):
+    command(lambda args: status)
+    assert cli.main(["probe"]) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ValueError("no such model"), 2, "corun probe: no such model"),
+        (RuntimeError("engine failed"), 2, "corun probe: engine failed"),
+        (FileNotFoundError(2, "No such file", "in"), 2, "corun probe: in: No such file"),
+        (ModuleNotFoundError("x", name="vllm.config"), 2, "vLLM is not installed"),
+        (KeyError("k"), 2, "KeyError: 'k' (CORUN_DEBUG=1 shows where)"),
+        (KeyboardInterrupt(), 2, "interrupted"),
+        (PlanViolationError("step 3 was wrong"), 1, "corun probe: step 3 was wrong"),
+    ],
+)
+def test_errors_are_one_message_and_a_status(command, capsys, error, status, message):
+    command(raising(error))
+    assert cli.main(["probe"]) == status
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_debug_shows_the_traceback(command, monkeypatch):
+    monkeypatch.setenv("CORUN_DEBUG", "1")
+    command(raising(ValueError("no such model")))
+    with pytest.raises(ValueError, match="no such model"):
+        cli.main(["probe"])
+
+
+def test_unknown_flags_are_errors_unless_the_command_passes_them_on(command, capsys):
+    command(lambda args: 0)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["probe", "--flga", "1"])
+    assert stopped.value.code == 2
+    assert "unrecognized arguments: --flga" in capsys.readouterr().err
+
+
+def test_passed_on_arguments_keep_their_order(command):
+    seen = {}
+
+    def run(args):
+        seen.update(vars(args))
+        return 0
+
+    command(run, pass_through=True)
+    line = "probe M --dtype float32 -i in -tp 2 --help=all --flag 1 --kv.a 3 -- --flag 2 -O3"
+    assert cli.main(line.split()) == 0
+    passed = "M --dtype float32 -tp 2 --kv.a 3 --flag 2 -O3 --help=all"
+    assert seen["rest"] == passed.split()
+    assert (seen["flag"], seen["i"]) == ("1", "in")
+
+
+NO_VLLM = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("vllm", "torch"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from corun.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without_vllm(*argv, cwd=None):
+    root = str(Path(cli.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", NO_VLLM, *argv],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]]
+)
+def test_help_and_version_need_no_vllm(argv):
+    done = without_vllm(*argv)
+    assert done.returncode == 0, done.stderr
+    assert "corun" in done.stdout
+
+
+def test_help_lists_every_command():
+    text = without_vllm("--help").stdout
+    assert all(name in text for name in cli.COMMANDS)
+
+
+def test_commands_without_vllm_say_what_to_install(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    generate = ["generate", "model", "-i", "in.jsonl", "-o", "out.jsonl"]
+    for argv in (generate, ["serve", "model"]):
+        done = without_vllm(*argv, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "corun-vllm[gpu]" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("argv", [[], ["nothing"], ["--nothing"]])
+def test_no_command_is_status_2(argv, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+    assert stopped.value.code == 2
+    assert "usage: corun" in capsys.readouterr().err

@@ -1,0 +1,45 @@
+import pytest
+
+from corun.config import CoRunConfig, resolve
+
+
+def test_nothing_given_is_off():
+    assert resolve({}, {}).policy == "off"
+    assert resolve(None, {}).enabled is False
+
+
+def test_additional_config_wins_over_the_environment():
+    config = resolve({"corun": {"policy": "isolate"}}, {"CORUN_POLICY": "off"})
+    assert config.policy == "isolate"
+
+
+def test_environment():
+    env = {"CORUN_POLICY": " Isolate ", "CORUN_STRICT": "0", "CORUN_STEP_LOG": "steps.jsonl"}
+    assert resolve({}, env) == CoRunConfig("isolate", strict=False, step_log="steps.jsonl")
+
+
+def test_mapping_round_trip():
+    config = CoRunConfig("isolate", strict=False, step_log="x")
+    assert CoRunConfig.from_mapping(config.to_mapping()) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"policy": "fast"}, "fast"),
+        ({"polcy": "auto"}, "polcy"),
+        ({"strict": "yes"}, "strict"),
+        ({"step_log": 3}, "step_log"),
+        ("auto", "mapping"),
+    ],
+)
+def test_bad_settings_are_named(given, word):
+    with pytest.raises(ValueError, match=word):
+        CoRunConfig.from_mapping(given)
+
+
+def test_bad_environment_is_named():
+    with pytest.raises(ValueError, match="CORUN_STRICT"):
+        CoRunConfig.from_env({"CORUN_POLICY": "auto", "CORUN_STRICT": "maybe"})
+    with pytest.raises(ValueError, match="quick"):
+        CoRunConfig.from_env({"CORUN_POLICY": "quick"})
