@@ -6,6 +6,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 TEST_MODEL := .model/smollm2-135m-instruct
 MODEL ?= $(TEST_MODEL)
 PYTEST_ARGS ?=
+VLLM_025 := .venv-vllm-0.25.0
 
 VENV = $(if $(filter gpu,$(DEVICE)),.venv-gpu,.venv)
 RUN = $(VENV)/bin/python
@@ -13,9 +14,9 @@ TESTS = $(VENV)/bin/pytest $(PYTEST_ARGS)
 
 # No hub, no usage reports: whatever the machine, tests and examples see only local files.
 OFFLINE = HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
-test test-unit test-engine check lint types lock: DEVICE = cpu
+test test-unit test-engine test-compat check lint types lock readme: DEVICE = cpu
 test test-unit test-engine check: export CORUN_TEST_MODEL = $(abspath $(TEST_MODEL))
-test test-unit test-engine check: export VLLM_LOGGING_LEVEL ?= WARNING
+test test-unit test-engine test-compat check: export VLLM_LOGGING_LEVEL ?= WARNING
 test test-unit test-engine check: SETUP_ARGS = --compiler
 
 .DEFAULT_GOAL := help
@@ -43,6 +44,10 @@ test-unit: setup ## only the tests without an engine
 test-engine: setup model ## only the tests on a real vLLM engine
 	$(OFFLINE) $(TESTS) tests/engine
 
+test-compat: setup ## the scheduler against vLLM 0.25.0 too (downloads its wheel once)
+	@$(RUN) tools/fetch_vllm_025.py --output $(VLLM_025)
+	$(OFFLINE) PYTHONPATH=$(VLLM_025) $(TESTS) tests/unit/test_scheduler_real.py
+
 check: lint types test ## lint, types and the whole suite
 
 lint: setup ## ruff
@@ -55,11 +60,10 @@ types: setup ## mypy
 lock: setup ## resolve requirements/*.lock anew
 	$(RUN) tools/lock.py
 
-readme: setup model ## paste the quickstart's output and the recorded results into README.md
-	$(OFFLINE) $(RUN) tools/readme_quickstart.py
-	$(RUN) tools/readme_tables.py
+readme: setup model ## paste the quickstart's output into README.md
+	$(OFFLINE) $(RUN) tools/readme_quickstart.py $(TEST_MODEL)
 
 clean: ## remove the environments, the model and caches
-	rm -rf .venv .venv-gpu .model build dist corun_vllm.egg-info
+	rm -rf .venv .venv-gpu $(VLLM_025) .model build dist corun_vllm.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find corun tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ _WORD, _HALF = 1 << 64, 1 << 63
 def draw_seed() -> int:
     """A fresh seed for a request that brought none: 53 random bits.
 
-    53 bits survive JSON readers that keep numbers as doubles, so a reported seed replays as printed.
+    53 bits survive JSON readers that keep numbers as doubles: a reported seed replays as printed.
     """
     return secrets.randbits(DRAWN_SEED_BITS)
 

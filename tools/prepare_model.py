@@ -61,20 +61,15 @@ def convert(gguf: Path, folder: Path) -> None:
     # Set before transformers is imported: it reads them once.
     os.environ.update(HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRANSFORMERS_VERBOSITY="error")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    quantization = {}
-    try:
-        from transformers import GgufConfig
-    except ImportError:  # before transformers had it, loading a GGUF file always dequantized
-        pass
-    else:
-        quantization["quantization_config"] = GgufConfig(dequantize=True)
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)
-    model = AutoModelForCausalLM.from_pretrained(**place, **quantization, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        **place, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -193,7 +193,9 @@ def setup(device: str, needs_compiler: bool) -> None:
         pip.install("test tools", "--no-deps", "-r", str(DEV_LOCK))
         packages.write()
     if not project.is_current():
-        pip.install("CoRun", "--no-deps", "--no-build-isolation", "-e", str(ROOT))
+        # The lock holds all that CoRun needs, also to be built; the GPU's list does not.
+        locked_only = ("--no-deps", "--no-build-isolation") if device == "cpu" else ()
+        pip.install("CoRun", *locked_only, "-e", str(ROOT))
         project.write()
         print(f"setup: {venv.relative_to(ROOT)} is ready", flush=True)
 

@@ -195,6 +195,8 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Plan:
     changed = []
     for name, value in SWITCHED_OFF:
         if hasattr(args, name) and getattr(args, name) != value:
+            if name == "disable_cascade_attn" and args.disable_cascade_attn is None:
+                continue  # vLLM 0.32 has no cascade attention left, and warns about the setting
             setattr(args, name, value)
             changed.append(f"{name}={value}")
     rows, tokens = _rows_and_tokens(args)

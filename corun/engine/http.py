@@ -152,6 +152,8 @@ def _wrap_server(server: Any) -> None:
 
             # Innermost: after authentication, and in the task that runs the endpoint.
             app.user_middleware.append(Middleware(SeedMiddleware))
+            if app.middleware_stack is not None:  # vLLM's last step has built it
+                app.middleware_stack = app.build_middleware_stack()
             app.add_route(REPORT_PATH, _report, methods=["GET"])
         return app
 

@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 
 from corun.config import CoRunConfig
-from corun.engine import arguments, http, seeds
+from corun.engine import admission, arguments, http, seeds
 
 SEAMS = (("vllm.v1.engine.core", "EngineCore.__init__", ("vllm_config",)),)
 
@@ -36,6 +36,7 @@ def _install_guard() -> None:
 def install() -> None:
     """Install every front-end seam; once, however often it is called."""
     arguments.install()
+    admission.install()
     seeds.install()
     http.install_http()
     _install_guard()

@@ -94,15 +94,15 @@ def non_default(args: Any) -> dict[str, str]:
 
 @contextmanager
 def _request_errors() -> Iterator[None]:
-    """Turn what vLLM raises about one request into ValueError."""
+    """Turn what vLLM raises about one request into a ValueError of one line."""
     from vllm import exceptions
 
-    # 0.32 has a family of its own; in 0.25 they are ValueErrors already.
+    # 0.32 has a family of its own, in 0.25 they are ValueErrors.
     family = getattr(exceptions, "VLLMClientError", exceptions.VLLMValidationError)
     try:
         yield
-    except (family, TypeError) as e:
-        raise ValueError(str(e)) from e
+    except (family, TypeError, ValueError) as e:
+        raise ValueError(" ".join(str(e).split())) from e
 
 
 def sampling_params(params: Mapping[str, Any]) -> Any:

@@ -15,11 +15,11 @@ same earlier, as a ValueError.
 """
 
 import itertools
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy, create_request_queue
@@ -28,10 +28,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from corun.engine.kv_geometry import read_geometry
-from corun.schedule.isolate import Choice, IsolatePolicy, Kind
+from corun.schedule.isolate import Choice, IsolatePolicy, Kind, refusal
 from corun.schedule.ledger import KVGeometry
 
-logger = logging.getLogger(__name__)
+logger = init_logger("vllm.corun")
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _QUEUES = "vllm.v1.core.sched.request_queue"
@@ -137,7 +137,14 @@ class IsolateMixin(_Base):
         """Queue a request, or end it with an error if it can never be served."""
         super().add_request(request)
         request.corun_arrival = next(self._arrivals)
-        if message := self._refusal(request):
+        message = refusal(
+            self.kv_geometry,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            streaming=request.resumable,
+            multimodal=request.has_encoder_inputs,
+        )
+        if message is not None:
             self._end_with_error(request, message)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -174,21 +181,8 @@ class IsolateMixin(_Base):
                 )
         return super().reset_prefix_cache(reset_running_requests, reset_connector)
 
-    def _refusal(self, request: Request) -> str | None:
-        if request.resumable:
-            return (
-                "CoRun's isolate policy does not take streaming input: where a piece of the prompt "
-                "is cut would depend on other requests. Send the whole prompt at once"
-            )
-        if request.has_encoder_inputs:
-            return (
-                "CoRun's isolate policy does not take images, audio or video: the room left in the "
-                "encoder cache, which all requests share, would decide where the prompt is cut"
-            )
-        return self.isolate.refusal(request.num_prompt_tokens, request.max_tokens)
-
     def _end_with_error(self, request: Request, message: str) -> None:
-        logger.error("CoRun ended request %s: %s", request.request_id, message)
+        logger.warning("CoRun ended request %s: %s", request.request_id, message)
         # vLLM's own way out for a request in any state; it also keeps the engine stepping until
         # update_from_output has run.
         self.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
@@ -231,7 +225,7 @@ class IsolateMixin(_Base):
             for name in queues:
                 setattr(self, name, create_request_queue(self.policy))
             if starting is None:
-                self.running = list(choice.requests)
+                self.running = choice.requests
             else:
                 self.running = []
                 self.waiting.add_request(starting)

@@ -16,12 +16,15 @@ from typing import Any
 
 TESTED_VERSIONS = ("0.25.0", "0.32.0")
 UNTESTED_VARIABLE = "CORUN_UNTESTED_VLLM"
-HOLDERS = (
+# Needed by every engine.
+ENGINE_HOLDERS = (
+    "corun.engine.admission",
     "corun.engine.arguments",
     "corun.engine.attention",
     "corun.engine.collectives",
     "corun.engine.domain",
-    "corun.engine.http",
+    "corun.engine.kv_geometry",
+    "corun.engine.install",
     "corun.engine.lm_head",
     "corun.engine.padding",
     "corun.engine.sampling.v1",
@@ -30,6 +33,15 @@ HOLDERS = (
     "corun.engine.seeds",
     "corun.engine.worker",
 )
+# Needed by commands only: checked by them, and by ``corun doctor``.
+COMMAND_HOLDERS = (
+    "corun.engine.http",
+    "corun.engine.offline",
+    "corun.engine.random_weights",
+    "corun.engine.server",
+    "corun.engine.tap",
+)
+HOLDERS = ENGINE_HOLDERS + COMMAND_HOLDERS
 
 
 class SeamError(RuntimeError):
@@ -96,7 +108,7 @@ def check_all(holders: Iterable[str] = HOLDERS) -> list[SeamStatus]:
     return [status for holder in holders for status in check(holder, installed)]
 
 
-def require(holders: Iterable[str] = HOLDERS) -> None:
+def require(holders: Iterable[str] = ENGINE_HOLDERS) -> None:
     """Raise SeamError unless vLLM is a tested version and has every symbol that CoRun holds."""
     installed = vllm_version()
     if not installed:

@@ -52,7 +52,8 @@ class JobRun:
         self.config = engine_args.additional_config["corun"]
         self.stop = stop
         self.overwrite = overwrite
-        self._identity = identity
+        # Read before the engine starts: vLLM and CoRun settle these arguments in place.
+        self._job = self._describe(identity)
         self._corun = self.config["policy"] != "off"
 
     def run(self) -> dict[str, Any]:
@@ -86,11 +87,11 @@ class JobRun:
         self.partial.finish(self.output)
         return summary
 
-    def _job(self) -> dict[str, Any]:
+    def _describe(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         from corun.engine.offline import non_default
 
         return {
-            **self._identity,
+            **identity,
             "model": self.engine_args.model,
             "CoRun settings": self.config,
             "engine flags": non_default(self.engine_args),
@@ -100,7 +101,7 @@ class JobRun:
     def _check_job(self) -> None:
         if self.partial.header is None:
             return
-        if differs := difference(self.partial.header.job, self._job()):
+        if differs := difference(self.partial.header.job, self._job):
             raise ValueError(
                 f"{self.partial.path} belongs to another run (it differs in: {differs}). Give the "
                 "command that it was started with, or start again with --overwrite"
@@ -110,7 +111,7 @@ class JobRun:
         header = self.partial.header
         if header is None:
             # Drawn once and saved: a resumed run gives the bits that this one would have given.
-            header = Header(job=self._job(), base_seed=draw_seed(), domain=domain)
+            header = Header(job=self._job, base_seed=draw_seed(), domain=domain)
             self.partial.begin(header)
         elif header.domain != domain:
             raise ValueError(

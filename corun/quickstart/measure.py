@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from corun.config import CoRunConfig
+from corun.contract import fingerprint
 from corun.quickstart.questions import QUESTIONS
 from corun.verify.compare import Comparison, compare, total
 from corun.verify.drive import Engine, play, sampling_params
+from corun.verify.engine import defaults, open_engine
 from corun.verify.record import Record
 from corun.verify.scenario import Request, alone, at_once
 
 SAMPLING = {"temperature": 0.6, "seed": 42, "logprobs": 5}
-CPU_KV_BYTES = 1 << 30
-MODEL_LEN = 1024  # tokens a request: questions and answers are short
+# The same for both engines; all prompts together are shorter than max_num_batched_tokens.
+SETTINGS = {"max_model_len": 1024, "max_num_batched_tokens": 4096, "use_tqdm_on_load": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +111,10 @@ def find_split(
     return Split(question, first.step + 1, before, after(ours.token_ids), after(theirs.token_ids))
 
 
-def engine_settings() -> dict[str, Any]:
-    """Keywords of vLLM's LLM: the same for both engines, small on a CPU."""
-    from vllm.platforms import current_platform
-
-    settings: dict[str, Any] = {
-        "max_num_seqs": len(QUESTIONS),
-        "max_model_len": MODEL_LEN,
-        "use_tqdm_on_load": False,
-    }
-    if current_platform.is_cpu():
-        settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES}
-    return settings
-
-
-def start(model: str, policy: str) -> Any:
-    """A vllm.LLM for "off", which overrules CORUN_POLICY; else a corun.LLM."""
-    if policy == "off":
-        import vllm
-
-        return vllm.LLM(model, additional_config={"corun": {"policy": "off"}}, **engine_settings())
-    import corun
-
-    return corun.LLM(model, corun=policy, **engine_settings())
+def open_for(model: str, policy: str) -> Any:
+    """vLLM's LLM for `model` under `policy`, with room for all questions at once."""
+    config = CoRunConfig(policy=policy)
+    return open_engine(model, config, **(defaults(config, len(QUESTIONS)) | SETTINGS))
 
 
 def measure(
@@ -140,7 +124,7 @@ def measure(
     on_finished: Callable[[str], None] = lambda name: None,
 ) -> Measured:
     """Starts an engine for `model` under `policy` and runs the workload twice on it."""
-    llm = start(model, policy)
+    llm = open_for(model, policy)
     tokenizer = llm.get_tokenizer()
     requests = requests_for(tokenizer, max_tokens)
     by_itself, crowd = run(llm.llm_engine, requests, sampling_params, on_finished)
@@ -148,7 +132,7 @@ def measure(
     split = find_split(by_itself, crowd, comparison, lambda ids: str(tokenizer.decode(list(ids))))
     if policy == "off":
         return Measured("off", len(requests), comparison, split, 0, 0, None)
-    report = llm.corun_report()
+    report = llm.collective_rpc("corun_report")[0]
     return Measured(
         policy=report["plan"]["policy"],
         requests=len(requests),
@@ -156,5 +140,5 @@ def measure(
         split=split,
         steps=sum(report["steps"].values()),
         violations=len(report["violations"]),
-        domain=llm.domain,
+        domain=fingerprint(report["domain"]),
     )

@@ -1,5 +1,6 @@
 """A process for each engine: what one leaves in its environment or on its device ends with it."""
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
 
 def measure_with_progress(model: str, policy: str, max_tokens: int, title: str) -> Measured:
     """`measure`, with a progress bar; runs in the engine's process."""
+    logging.disable(logging.WARNING)  # torch and vLLM warn of what they do without on this machine
     with progress(title, 2 * len(QUESTIONS)) as advance:
         return measure(model, policy, max_tokens, advance)
 

@@ -1,6 +1,6 @@
 """Prints the quickstart's comparison for people."""
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -37,16 +37,14 @@ def split_panel(split: Split) -> Panel:
     before = " ".join(split.before.split())
     if len(before) > MOST_BEFORE:
         before = "… " + before[-MOST_BEFORE:]
-    lines: list[RenderableType] = [Text.assemble(("question  ", "bold"), split.question)]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("[bold]question", Text(split.question))
     if before:
-        lines.append(Text.assemble(("both      ", "bold"), before))
-    for name, text, style in (("alone", split.alone, "cyan"), ("in crowd", split.crowd, "magenta")):
-        lines.append(Text.assemble((f"{name:<10}", "bold"), (_shorten(text), style)))
-    grid = Table.grid()
-    for line in lines:
-        grid.add_row(line)
+        grid.add_row("[bold]both", Text(before))
+    grid.add_row("[bold]alone", Text(_shorten(split.alone), "cyan"))
+    grid.add_row("[bold]in crowd", Text(_shorten(split.crowd), "magenta"))
     title = f"plain vLLM: the same request, another answer from token {split.token} on"
-    return Panel(Group(grid), title=title, title_align="left")
+    return Panel(grid, title=title, title_align="left")
 
 
 def _shorten(text: str) -> str:

@@ -47,13 +47,29 @@ class Choice(Generic[RequestT]):
     requests: list[RequestT]
 
 
-def in_prefill(request: Schedulable) -> bool:
-    """Whether part of the prompt has not been scheduled yet.
+def refusal(
+    geometry: KVGeometry,
+    prompt_tokens: int,
+    max_tokens: int,
+    *,
+    streaming: bool = False,
+    multimodal: bool = False,
+) -> str | None:
+    """Why ``isolate`` can never run such a request, in words for its sender; None if it can.
 
-    A prompt that is scheduled to its end is done with, even while its result is still under way
-    (asynchronous scheduling): the request's next token is a decode token.
+    streaming: its prompt arrives in pieces. multimodal: it has images, audio or video.
     """
-    return request.num_computed_tokens < request.num_prompt_tokens
+    if streaming:
+        return (
+            "CoRun's isolate policy does not take streaming input: how far a request has got when "
+            "the next piece arrives depends on other requests. Send the whole prompt at once"
+        )
+    if multimodal:
+        return (
+            "CoRun's isolate policy does not take images, audio or video: the room left in the "
+            "encoder cache, which all requests share, would decide where a prompt is cut"
+        )
+    return geometry.never_fits_message(prompt_tokens, max_tokens)
 
 
 class IsolatePolicy:
@@ -68,10 +84,6 @@ class IsolatePolicy:
         self._starts_since_decode = 0
         self._stalled = False
 
-    def refusal(self, prompt_tokens: int, max_tokens: int) -> str | None:
-        """Why a request that arrives now can never run, or None if it can."""
-        return self.ledger.geometry.never_fits_message(prompt_tokens, max_tokens)
-
     def choose(
         self, running: Sequence[RequestT], head: Callable[[], RequestT | None]
     ) -> Choice[RequestT]:
@@ -82,7 +94,9 @@ class IsolatePolicy:
         """
         if len(self.ledger) != len(running):
             self.ledger.release_all_but({request.request_id for request in running})
-        partial = [request for request in running if in_prefill(request)]
+        # A prompt that is scheduled to its end is done with, even while its result is still under
+        # way (asynchronous scheduling): the request's next token is a decode token.
+        partial = [r for r in running if r.num_computed_tokens < r.num_prompt_tokens]
         if not self._stalled:
             if partial:
                 return Choice(Kind.CONTINUE, partial[:1])
@@ -91,7 +105,8 @@ class IsolatePolicy:
                 request.num_prompt_tokens, request.max_tokens
             ):
                 return Choice(Kind.START, [request])
-        return Choice(Kind.DECODE, [r for r in running if r not in partial])
+        decoding = [r for r in running if r not in partial] if partial else list(running)
+        return Choice(Kind.DECODE, decoding)
 
     def executed(self, choice: Choice[RequestT], scheduled: bool) -> None:
         """Record what became of a choice; scheduled: whether the engine ran anything of it."""

@@ -7,13 +7,14 @@ one side has count as compared and unequal.
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from math import isfinite
 from typing import Any
 
 from corun.verify.record import Entry, Record, Sample, Step
 
 TOKEN, LENGTH, FINISH, SEED = "token", "length", "finish_reason", "seed"
 PROMPT_LOGPROB, LOGPROB, TOP_LOGPROB = "prompt_logprob", "logprob", "top_logprob"
-MISSING = "missing_logprobs"
+MISSING, COMPLETIONS = "missing_logprobs", "completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +22,9 @@ class Divergence:
     """Where two records of a request first differ.
 
     request: its name. sample: index of the completion. step: output position (prompt position for
-    PROMPT_LOGPROB). kind: TOKEN, LOGPROB (the sampled token's), TOP_LOGPROB, PROMPT_LOGPROB, LENGTH,
-    FINISH, SEED or MISSING. reference, observed: both values, with their bits where they are floats.
-    tokens_before: the output tokens that both agree on, before this step.
+    PROMPT_LOGPROB). kind: TOKEN, LOGPROB (the sampled token's), TOP_LOGPROB, PROMPT_LOGPROB,
+    LENGTH, FINISH, SEED, MISSING or COMPLETIONS. reference, observed: both values, with their bits
+    where they are floats. tokens_before: the reference's output tokens before this step.
     """
 
     request: str
@@ -87,9 +88,9 @@ class Comparison:
 
 def compare(reference: Record, observed: Record) -> Comparison:
     """Compare two records of one request, bit by bit."""
-    for a, b in ((reference.name, observed.name), (reference.prompt_tokens, observed.prompt_tokens)):
-        if a != b:
-            raise ValueError(f"these are records of two requests, not of one: {a!r} and {b!r}")
+    of = [(record.name, record.prompt_tokens) for record in (reference, observed)]
+    if of[0] != of[1]:
+        raise ValueError(f"these are records of two requests, not of one: {of[0]} and {of[1]}")
     token_counts, logprob_counts = _Count(), _Count()
     found: list[Divergence] = []
     if reference.seed != observed.seed:
@@ -98,8 +99,8 @@ def compare(reference: Record, observed: Record) -> Comparison:
     found += _prompt(reference, observed, logprob_counts)
     ours, theirs = ({s.index: s for s in record.samples} for record in (reference, observed))
     if ours.keys() != theirs.keys():
-        samples = {"samples": sorted(ours)}, {"samples": sorted(theirs)}
-        found.append(Divergence(reference.name, 0, 0, LENGTH, *samples, ()))
+        indices = {"completions": sorted(ours)}, {"completions": sorted(theirs)}
+        found.append(Divergence(reference.name, 0, 0, COMPLETIONS, *indices, ()))
     for index in sorted(ours.keys() | theirs.keys()):
         nothing = Sample(index, (), None, None, None)
         walk = _Walk(reference.name, ours.get(index, nothing), theirs.get(index, nothing))
@@ -225,12 +226,23 @@ def _shown(step: Step, at: int) -> dict[str, Any]:
     return {
         "token_id": entry.token_id,
         "rank": entry.rank,
-        "logprob": entry.logprob,
+        # JSON has no infinities.
+        "logprob": entry.logprob if isfinite(entry.logprob) else str(entry.logprob),
         "bits": f"0x{entry.bits:08x}",
     }
 
 
-_ORDER = (SEED, MISSING, PROMPT_LOGPROB, TOKEN, LOGPROB, TOP_LOGPROB, LENGTH, FINISH)
+_ORDER = (
+    SEED,
+    COMPLETIONS,
+    MISSING,
+    PROMPT_LOGPROB,
+    TOKEN,
+    LOGPROB,
+    TOP_LOGPROB,
+    LENGTH,
+    FINISH,
+)
 
 
 def _when(found: Divergence) -> tuple[bool, int, int]:

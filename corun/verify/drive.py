@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from corun.verify.record import Record, record_of
-from corun.verify.scenario import Abort, Arrival, Request, Scenario
+from corun.verify.scenario import Arrival, Request, Scenario
 
 
 class Engine(Protocol):
@@ -33,8 +33,9 @@ class Played:
     """What a scenario produced.
 
     records: one for each request that ran to its end, by name. steps: engine steps taken.
-    most_rows, least_rows: most and fewest sequences that got a token in one step; least counts only
-    steps in which any did. aborted: requests aborted while unfinished.
+    most_rows, least_rows: most and fewest sequences that got a token in one step; least counts
+    only steps in which any did. aborted: requests aborted while unfinished. refused: what the
+    engine said of requests that it would not take, by name.
     """
 
     records: dict[str, Record] = field(default_factory=dict)
@@ -42,6 +43,7 @@ class Played:
     most_rows: int = 0
     least_rows: int = 0
     aborted: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 def play(
@@ -65,9 +67,16 @@ def play(
         while pending and pending[0].step <= clock:
             event = pending.pop(0)
             if isinstance(event, Arrival):
-                _add(engine, scenario, event.request, make_params, live)
-            else:
-                _abort(engine, scenario, event, live, played)
+                request_id = f"{scenario.name}/{event.request.name}"
+                try:
+                    _add(engine, request_id, event.request, make_params)
+                except ValueError as refusal:
+                    played.refused[event.request.name] = str(refusal)
+                else:
+                    live[request_id] = _Live(event.request)
+            elif live.pop(request_id := f"{scenario.name}/{event.name}", None) is not None:
+                engine.abort_request([request_id])
+                played.aborted += 1
         if not engine.has_unfinished_requests():
             continue
         outputs = engine.step()
@@ -97,25 +106,12 @@ class _Live:
 
 def _add(
     engine: Engine,
-    scenario: Scenario,
+    request_id: str,
     request: Request,
     make_params: Callable[[Mapping[str, Any]], Any],
-    live: dict[str, _Live],
 ) -> None:
-    request_id = f"{scenario.name}/{request.name}"
     prompt = {"prompt_token_ids": list(request.prompt)}
     engine.add_request(request_id, prompt, make_params(request.params))
-    live[request_id] = _Live(request)
-
-
-def _abort(
-    engine: Engine, scenario: Scenario, event: Abort, live: dict[str, _Live], played: Played
-) -> None:
-    request_id = f"{scenario.name}/{event.name}"
-    if live.pop(request_id, None) is None:
-        return  # it had already finished
-    engine.abort_request([request_id])
-    played.aborted += 1
 
 
 def _collect(

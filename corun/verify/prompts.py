@@ -9,34 +9,83 @@ from random import Random
 from typing import Any, Protocol
 
 _WHO = (
-    "the night train driver", "a retired chemist", "our neighbor's daughter", "the town librarian",
-    "an impatient violinist", "the lighthouse keeper", "a visiting geologist", "the baker's apprentice",
-    "a careful accountant", "the deputy mayor", "two exhausted hikers", "the museum's night guard",
-    "a beekeeper from the valley", "the youngest programmer on the team", "an old ferry captain",
-)  # fmt: skip
+    "the night train driver",
+    "a retired chemist",
+    "our neighbor's daughter",
+    "the town librarian",
+    "an impatient violinist",
+    "the lighthouse keeper",
+    "a visiting geologist",
+    "the baker's apprentice",
+    "a careful accountant",
+    "the deputy mayor",
+    "two exhausted hikers",
+    "the museum's night guard",
+    "a beekeeper from the valley",
+    "the youngest programmer on the team",
+    "an old ferry captain",
+)
 _DID = (
-    "measured", "wrote down", "misplaced", "explained", "repaired", "borrowed", "described", "counted",
-    "photographed", "translated", "argued about", "remembered", "weighed", "catalogued", "forgot",
-)  # fmt: skip
+    "measured",
+    "wrote down",
+    "misplaced",
+    "explained",
+    "repaired",
+    "borrowed",
+    "described",
+    "counted",
+    "photographed",
+    "translated",
+    "argued about",
+    "remembered",
+    "weighed",
+    "catalogued",
+    "forgot",
+)
 _WHAT = (
-    "the temperature of the river", "seventeen brass keys", "a map of the old quarter",
-    "the recipe for rye bread", "the minutes of the last meeting", "a telescope with a cracked lens",
-    "the train timetable of 1954", "three letters from Lisbon", "the invoice for the new roof",
-    "an unfinished proof about primes", "the tide tables", "a jar of dark honey",
-    "the source code of the ticket machine", "a grammar of a dead language", "the weather log",
-)  # fmt: skip
+    "the temperature of the river",
+    "seventeen brass keys",
+    "a map of the old quarter",
+    "the recipe for rye bread",
+    "the minutes of the last meeting",
+    "a telescope with a cracked lens",
+    "the train timetable of 1954",
+    "three letters from Lisbon",
+    "the invoice for the new roof",
+    "an unfinished proof about primes",
+    "the tide tables",
+    "a jar of dark honey",
+    "the source code of the ticket machine",
+    "a grammar of a dead language",
+    "the weather log",
+)
 _WHEN = (
-    "before the storm reached the coast", "at exactly 6:40 in the morning", "during the second interval",
-    "while the kettle boiled", "three days after the election", "in the winter of the long strike",
-    "because nobody else would", "without telling anyone", "for the 128th time",
-    "as the instructions required", "although the light was poor", "once the crowd had gone home",
-)  # fmt: skip
+    "before the storm reached the coast",
+    "at exactly 6:40 in the morning",
+    "during the second interval",
+    "while the kettle boiled",
+    "three days after the election",
+    "in the winter of the long strike",
+    "because nobody else would",
+    "without telling anyone",
+    "for the 128th time",
+    "as the instructions required",
+    "although the light was poor",
+    "once the crowd had gone home",
+)
 _ASK = (
-    "Explain why this mattered.", "What happened next?", "List three consequences.",
-    "Summarize the story so far.", "Write the next paragraph.", "Who is telling the truth?",
-    "Turn this into a short poem.", "Give a careful estimate and say how you made it.",
-    "What would a skeptic answer?", "Continue in the same style.", "Name the main character.",
-)  # fmt: skip
+    "Explain why this mattered.",
+    "What happened next?",
+    "List three consequences.",
+    "Summarize the story so far.",
+    "Write the next paragraph.",
+    "Who is telling the truth?",
+    "Turn this into a short poem.",
+    "Give a careful estimate and say how you made it.",
+    "What would a skeptic answer?",
+    "Continue in the same style.",
+    "Name the main character.",
+)
 
 
 class PromptSource(Protocol):

@@ -8,6 +8,7 @@ bits, because two different bit patterns may print alike and ``-0.0 == 0.0``.
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, NamedTuple
 
 from corun.contract import float_bits
@@ -37,7 +38,7 @@ class Sample:
     index: its place among the request's n completions.
     token_ids: the sampled tokens.
     logprobs: one Step for each token, or None where none were asked for.
-    finish_reason: vLLM's ("stop", "length", "abort"). stop_reason: the stop token or string, if any.
+    finish_reason: vLLM's ("stop", "length", "abort"). stop_reason: the stop token or string.
     """
 
     index: int
@@ -127,8 +128,7 @@ def _bits(logprob: float) -> int:
         bits = float_bits(logprob)
     except OverflowError:
         bits = None
-    # NaN equals nothing, itself included, and every NaN has 32 bits.
-    if bits is None or (logprob == logprob and float_of(bits) != logprob):
+    if bits is None or (not isnan(logprob) and float_of(bits) != logprob):
         raise ValueError(
             f"logprob {logprob!r} is not a float32 number; CoRun compares float32 bits, "
             f"so this engine's logprobs cannot be verified"

@@ -1,7 +1,7 @@
 """The mixed sampling parameters of the adversarial suite. Pure Python.
 
-Each entry is a way to sample that has its own code path in vLLM; together in one batch they also take
-the paths that depend on what co-runners asked for.
+Each entry is a way to sample that has its own code path in vLLM; together in one batch they also
+take the paths that depend on what co-runners asked for.
 """
 
 from collections.abc import Callable, Mapping
@@ -78,7 +78,9 @@ MIXES: tuple[Mix, ...] = (
         logprobs=1,
     ),
     Mix("allowed tokens", False, _allowed),
-    _fixed("top-k, top-p and min-p", temperature=1.2, top_k=64, top_p=0.95, min_p=0.02, logprobs=20),
+    _fixed(
+        "top-k, top-p and min-p", temperature=1.2, top_k=64, top_p=0.95, min_p=0.02, logprobs=20
+    ),
     _fixed("stop string", True, temperature=0.9, stop=[". The", "\n\n"], logprobs=0),
     _fixed("greedy with penalties", temperature=0.0, presence_penalty=1.0, logprobs=2),
 )

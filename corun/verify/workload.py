@@ -4,8 +4,8 @@ paper: Section V-B of the paper. 32 prompts, each alone and then in a batch of 3
 seed 42, the sampled tokens' logprobs. (The paper stops after 8 tokens; here that is a parameter.)
 
 adversarial: prompts of 1 to a few thousand tokens with mixed sampling parameters, among other
-co-runners, staggered, shuffled, with neighbors aborted in flight, in crowds that cross the row counts
-at which kernels are known to switch, and after engine restarts.
+co-runners, staggered, shuffled, with neighbors aborted in flight, in crowds that cross the row
+counts at which kernels are known to switch, and after engine restarts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -89,8 +89,8 @@ def paper_suite(
     room = limits.model_len - max_tokens
     if room < 1:
         raise ValueError(
-            f"the engine holds {limits.model_len} tokens a request, too few for {max_tokens} output "
-            f"tokens; lower --max-tokens or raise max_model_len"
+            f"the engine holds {limits.model_len} tokens a request, too few for {max_tokens} "
+            f"output tokens; lower --max-tokens or raise max_model_len"
         )
     targets = tuple(
         Request(f"paper-{i}", source.question(f"paper-{i}")[-room:], params) for i in range(prompts)
@@ -178,8 +178,8 @@ class _Maker:
             chosen.append(long_run)
         else:
             left_out.append(f"a request past {LONG_RUN} tokens: longer than {self._size}")
-        for mix in sorted({m.name for m in mixes_for(True)} - {m.name for m in self.mixes}):
-            left_out.append(f"{mix}: needs a tokenizer")
+        missing = {m.name for m in mixes_for(True)} - {m.name for m in self.mixes}
+        left_out += [f"{name}: needs a tokenizer" for name in sorted(missing)]
         if not chosen:
             raise ValueError(
                 f"no request fits {self._size}; lower --max-tokens or raise max_model_len"
@@ -194,7 +194,11 @@ class _Maker:
             longest = rng.choice((40, 40, 40, 300, 300, 1500))
             mix = rng.choice(self.mixes)
             most = rng.randint(4, 2 * self.max_tokens)
-            made.append(self._stranger(f"{tag}-{i}", rng, mix, rng.randint(1, longest), most))
+            length = rng.randint(1, longest)
+            lives = rng.random() < 0.5
+            made.append(
+                self._stranger(f"{tag}-{i}", rng, mix, length=length, max_tokens=most, lives=lives)
+            )
         return tuple(request for request in made if self.limits.holds(request))
 
     def aborts(self, name: str, targets: Iterable[Request], count: int) -> Scenario:
@@ -214,10 +218,17 @@ class _Maker:
         plain = [m for m in self.mixes if "stop" not in m.name and "structured" not in m.name]
         lives = max(16, self.max_tokens)
         strangers = [
-            self._stranger(f"crowd-{i}", rng, rng.choice(plain), rng.randint(1, 48), lives, True)
+            self._stranger(
+                f"crowd-{i}",
+                rng,
+                rng.choice(plain),
+                length=rng.randint(1, 48),
+                max_tokens=lives,
+                lives=True,
+            )
             for i in range(size - min(len(mine), size // 4))
         ]
-        order = [*mine, *strangers]
+        order = [*mine, *filter(self.limits.holds, strangers)]
         rng.shuffle(order)
         events = tuple(Arrival(4 * i // len(order), request) for i, request in enumerate(order))
         return Scenario(f"crowd past {rows} rows", events, tuple(r.name for r in mine))
@@ -229,14 +240,12 @@ class _Maker:
         return Request(name, self.source.prompt(name, length), params)
 
     def _stranger(
-        self, name: str, rng: Random, mix: Mix, length: int, max_tokens: int, lives: bool = False
+        self, name: str, rng: Random, mix: Mix, *, length: int, max_tokens: int, lives: bool
     ) -> Request:
-        params = dict(
-            params_for(mix, rng, self.source.vocab_size, max_tokens, rng.getrandbits(32))
-        )
+        params = dict(params_for(mix, rng, self.source.vocab_size, max_tokens, rng.getrandbits(32)))
         if rng.random() < 0.25:
             del params["seed"]
-        if lives or rng.random() < 0.5:
+        if lives:
             params["ignore_eos"] = True
         # Logprobs of a long prompt cost [prompt, vocabulary] floats and add no new path.
         most = 200 if "prompt_logprobs" in params else self.limits.model_len // 2

@@ -25,7 +25,7 @@ class Arrival:
     blocked_for: int
     abort_after: int | None
     abort_late: bool  # between a step and its result
-    only_alone: bool  # the engine cannot run its prompt beside others (policy test only)
+    fickle: str | None  # when the engine cannot run its prompt (policy test only)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def traces(draw):
                 blocked_for=rare % 9 if rare % 5 == 0 else 0,
                 abort_after=rare % 13 if rare % 7 == 0 else None,
                 abort_late=rare % 4 == 0,
-                only_alone=rare % 11 == 0,
+                fickle={0: "beside others", 1: "at times"}.get(rare % 11),
             )
         )
     pauses = {}

@@ -1,6 +1,7 @@
 """corun.engine.http, driven by hand: its headers, and the seeds that it gives and reports."""
 
 import asyncio
+import importlib
 import json
 from types import SimpleNamespace
 
@@ -227,12 +228,11 @@ class FakeClient:
         return [REPORT]
 
 
-def fake_server():
+def fake_server(stack_built=True):
     """A module like vLLM's: ``build_app`` gives a Starlette app, ``init_app_state`` fills it."""
     starlette = pytest.importorskip("starlette.applications")
     responses = pytest.importorskip("starlette.responses")
     request_class = make_request_class()
-    built = []
 
     async def complete(request):
         params = request_class(**await request.json()).to_sampling_params(4)
@@ -241,7 +241,8 @@ def fake_server():
     def build_app(args, supported_tasks=None):
         app = starlette.Starlette()
         app.add_route("/v1/completions", complete, methods=["POST"])
-        built.append(app)
+        if stack_built:  # as vLLM's own does
+            app.middleware_stack = app.build_middleware_stack()
         return app
 
     async def init_app_state(engine_client, state, args, supported_tasks=None):
@@ -262,7 +263,7 @@ def arguments(policy, mode="full"):
 @pytest.mark.parametrize("mode", ["full", "none"])
 def test_the_server_learns_its_domain_and_reports_it(mode):
     testclient = pytest.importorskip("starlette.testclient")
-    server, client = fake_server(), FakeClient()
+    server, client = fake_server(stack_built=mode == "full"), FakeClient()
     args = arguments("isolate", mode)
     app = server.build_app(args, ("generate",))
     asyncio.run(server.init_app_state(client, app.state, args))
@@ -295,3 +296,28 @@ def test_a_server_without_corun_is_left_alone(policy, monkeypatch):
         assert answer.json() == {"seed": None}
         assert http_client.get("/corun/report").status_code == 404
     assert client.calls == []
+
+
+@pytest.mark.parametrize("name", [name for _, name in http.REQUESTS])
+def test_vllms_own_request_classes(name):
+    pytest.importorskip("vllm")
+    module = importlib.import_module({n: m for m, n in http.REQUESTS}[name])
+    request_class = getattr(module, name)
+    prompt = {
+        "CompletionRequest": {"prompt": "a"},
+        "ChatCompletionRequest": {"messages": [{"role": "user", "content": "a"}]},
+        "ResponsesRequest": {"input": "a"},
+    }[name]
+    http._wrap_request(request_class)
+    for given in ({}, {"seed": None}, {"seed": -1}, {"seed": 11}):
+        request = request_class(model="m", **prompt, **given)
+        used: list[int] = []
+        token = http._used.set(used)
+        try:
+            seeds = [request.to_sampling_params(8, {}).seed for _ in range(2)]
+        finally:
+            http._used.reset(token)
+        assert seeds == used
+        assert (set(seeds) == {11}) == (given.get("seed") == 11)
+        assert request.seed == given.get("seed")
+        assert request.to_sampling_params(8, {}).seed == (11 if 11 in seeds else None)

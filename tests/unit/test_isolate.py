@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_traces import BLOCK_SIZE, NOT_PAUSED, PAUSED_ALL, Arrival, Trace, Watch, traces
 
-from corun.schedule.isolate import IsolatePolicy, Kind
+from corun.schedule.isolate import IsolatePolicy, Kind, refusal
 from corun.schedule.ledger import BlockLedger, KVGeometry, KVGroup, never_fits_message
 
 
@@ -76,7 +76,7 @@ class Simulator:
             if a.step != self.now:
                 continue
             request = Request(f"r{i}", a.prompt, a.max_tokens, a, i)
-            if message := self.policy.refusal(a.prompt, a.max_tokens):
+            if message := refusal(self.policy.ledger.geometry, a.prompt, a.max_tokens):
                 self.refused[request.request_id] = message
             else:
                 self.waiting.append(request)
@@ -125,7 +125,10 @@ class Simulator:
             batch = {r: 1 for r in choice.requests if self.can_decode(r)}
         else:
             (r,) = choice.requests
-            if r.arrival.only_alone and any(other is not r for other in self.running):
+            others = any(other is not r for other in self.running)
+            if r.arrival.fickle == "beside others" and others:
+                return {}
+            if r.arrival.fickle == "at times" and self.now % 3 == 0:
                 return {}
             batch = {r: min(self.trace.budget, r.num_prompt_tokens - r.num_computed_tokens)}
             if choice.kind is Kind.START:
@@ -183,7 +186,7 @@ def test_properties_under_random_traffic(trace, lag):
 
 
 def alone(prompt: int, max_tokens: int = 4, computed: int = 0, name: str = "r") -> Request:
-    arrival = Arrival(0, prompt, max_tokens, max_tokens, 0, 0, None, False, False)
+    arrival = Arrival(0, prompt, max_tokens, max_tokens, 0, 0, None, False, None)
     return Request(name, prompt, max_tokens, arrival, 0, computed)
 
 

@@ -5,6 +5,7 @@ supports (``make test-compat``).
 """
 
 import json
+import math
 from collections import deque
 from types import SimpleNamespace
 
@@ -36,9 +37,11 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams  # noqa
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
@@ -48,6 +51,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest  # noqa: E
 
 from corun.engine import kv_geometry, scheduler  # noqa: E402
 from corun.engine.scheduler import AsyncIsolateScheduler, IsolateScheduler  # noqa: E402
+from corun.schedule.ledger import KVGeometry, KVGroup  # noqa: E402
 
 CLASSES = (IsolateScheduler, AsyncIsolateScheduler)
 WORD, STOP = 7, 9
@@ -98,7 +102,19 @@ def grammars(config):
     return StructuredOutputManager(config)
 
 
-def build(config, grammars, trace: Trace, cls=IsolateScheduler, threshold: int = 0):
+SHAPE = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+
+
+def second_spec(trace: Trace, kind: str):
+    """The KV cache of a trace's second group of layers."""
+    if kind == "window":
+        return SlidingWindowSpec(**SHAPE, sliding_window=trace.window)
+    if kind == "chunk":
+        return ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=trace.window)
+    return MambaSpec(block_size=trace.max_model_len, shapes=((1,),), dtypes=(torch.float32,))
+
+
+def build(config, grammars, trace: Trace, cls=IsolateScheduler, *, threshold=0, kind="window"):
     """A scheduler for the trace's engine. threshold: vLLM's long_prefill_token_threshold."""
     config.model_config.max_model_len = trace.max_model_len
     config.scheduler_config.max_num_seqs = trace.max_running
@@ -108,16 +124,9 @@ def build(config, grammars, trace: Trace, cls=IsolateScheduler, threshold: int =
     # vLLM bounds what a sliding window holds by the batches that may be under way at once.
     config.scheduler_config.async_scheduling = cls is AsyncIsolateScheduler
     config.scheduler_config.policy = "priority" if trace.by_priority else "fcfs"
-    shape = {
-        "block_size": BLOCK_SIZE,
-        "num_kv_heads": 1,
-        "head_size": 1,
-        "dtype": torch.float32,
-    }
-    groups = [KVCacheGroupSpec(["a"], FullAttentionSpec(**shape))]
+    groups = [KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE))]
     if trace.window is not None:
-        window = SlidingWindowSpec(**shape, sliding_window=trace.window)
-        groups.append(KVCacheGroupSpec(["b"], window))
+        groups.append(KVCacheGroupSpec(["b"], second_spec(trace, kind)))
     config.cache_config.num_gpu_blocks = trace.capacity + 1  # and the null block
     return cls(
         vllm_config=config,
@@ -125,7 +134,7 @@ def build(config, grammars, trace: Trace, cls=IsolateScheduler, threshold: int =
             num_blocks=trace.capacity + 1, kv_cache_tensors=[], kv_cache_groups=groups
         ),
         structured_output_manager=grammars,
-        block_size=BLOCK_SIZE,
+        block_size=math.lcm(*(group.kv_cache_spec.block_size for group in groups)),
         log_stats=False,
     )
 
@@ -138,9 +147,7 @@ class Grammar:
 
 
 def make_request(name: str, arrival: Arrival, **given) -> Request:
-    sampling = SamplingParams(
-        max_tokens=arrival.max_tokens, stop_token_ids=[STOP], temperature=0.0
-    )
+    sampling = SamplingParams(max_tokens=arrival.max_tokens, stop_token_ids=[STOP], temperature=0.0)
     request = Request(
         request_id=name,
         prompt_token_ids=[WORD] * arrival.prompt,
@@ -325,10 +332,15 @@ def test_properties_under_random_traffic(config, grammars, cls):
     checked = 0
 
     @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(trace=traces(), threshold=st.sampled_from((0, 0, 3)), second_runner=st.booleans())
-    def run(trace, threshold, second_runner):
+    @given(
+        trace=traces(),
+        threshold=st.sampled_from((0, 0, 3)),
+        second_runner=st.booleans(),
+        kind=st.sampled_from(("window", "chunk", "state")),
+    )
+    def run(trace, threshold, second_runner, kind):
         nonlocal checked
-        made = build(config, grammars, trace, cls, threshold)
+        made = build(config, grammars, trace, cls, threshold=threshold, kind=kind)
         made.use_v2_model_runner = second_runner
         # vLLM 0.25 cuts every prompt at its threshold; 0.32 only when others wait, which it must
         # not learn of.
@@ -366,13 +378,11 @@ def trace_of(**given) -> Trace:
 
 def asking(prompt: int, max_tokens: int = 4, priority: int = 0, blocked: bool = False) -> Arrival:
     never = max_tokens + 1
-    return Arrival(0, prompt, max_tokens, never, priority, int(blocked), None, False, False)
+    return Arrival(0, prompt, max_tokens, never, priority, int(blocked), None, False, None)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_a_request_that_never_fits_ends_with_an_error_that_names_the_numbers(
-    config, grammars, cls
-):
+def test_a_request_that_never_fits_ends_with_an_error_that_names_the_numbers(config, grammars, cls):
     engine = Engine(build(config, grammars, trace_of(capacity=5), cls))
     engine.add("large", asking(17, 9))
     engine.add("small", asking(5, 3))
@@ -389,6 +399,30 @@ def test_a_refusal_reaches_the_user_while_the_engine_is_paused(config, grammars)
     engine.add("large", asking(17, 9))
     engine.finish()
     assert engine.ended["large"] is FinishReason.ERROR
+
+
+def test_the_ledger_counts_as_vllm_does(config, grammars):
+    trace = trace_of(max_model_len=32, capacity=20, window=9, budget=8)
+    full = KVGroup(BLOCK_SIZE)
+    # vLLM 0.32 keeps what a batch under way may still read; 0.25 does not wait for it.
+    ahead = 8 if BEFORE_0_32 else 2 * 8
+    for kind, group in (
+        ("window", KVGroup(BLOCK_SIZE, -(-(9 - 1 + ahead) // BLOCK_SIZE) + 1)),
+        ("chunk", KVGroup(BLOCK_SIZE, -(-(9 + ahead) // BLOCK_SIZE) + 1)),
+        ("state", KVGroup(32)),
+    ):
+        made = build(config, grammars, trace, AsyncIsolateScheduler, kind=kind)
+        assert made.kv_geometry == KVGeometry((full, group), 20, 32), kind
+
+
+@pytest.mark.skipif(BEFORE_0_32, reason="vLLM 0.25 has no per-request error for it")
+def test_a_grammar_that_does_not_compile_ends_its_request_alone(config, grammars):
+    engine = Engine(build(config, grammars, trace_of()))
+    bad = engine.add("bad", asking(3, blocked=True))
+    bad.structured_output_request.grammar = ValueError("no such grammar")
+    engine.add("good", asking(3, 2))
+    engine.finish()
+    assert engine.ended == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -501,7 +535,7 @@ def test_more_than_one_token_in_decode_is_an_error(config, grammars):
     engine.step()
     engine.requests["odd"].num_computed_tokens -= 1
     engine.requests["odd"].num_prompt_tokens = 2
-    with pytest.raises(RuntimeError, match="more than one token in decode for .*odd"):
+    with pytest.raises(RuntimeError, match=r"more than one token in decode for .*odd"):
         engine.step()
 
 
@@ -534,24 +568,24 @@ def test_slots_are_those_of_max_num_active_seqs_where_vllm_has_it(config, gramma
 
 
 @pytest.mark.parametrize(
-    ("part", "setting", "value", "name"),
+    ("setting", "value", "name"),
     [
-        ("cache_config", "enable_prefix_caching", True, "prefix caching"),
-        (None, "speculative_config", SimpleNamespace(), "speculative decoding"),
-        (None, "kv_transfer_config", SimpleNamespace(), "a KV connector"),
-        (None, "ec_transfer_config", SimpleNamespace(), "an encoder cache connector"),
-        (None, "lora_config", SimpleNamespace(), "LoRA"),
-        ("scheduler_config", "enable_chunked_prefill", False, "chunked prefill off"),
+        ("cache_config.enable_prefix_caching", True, "prefix caching"),
+        ("speculative_config", SimpleNamespace(), "speculative decoding"),
+        ("kv_transfer_config", SimpleNamespace(), "a KV connector"),
+        ("ec_transfer_config", SimpleNamespace(), "an encoder cache connector"),
+        ("lora_config", SimpleNamespace(), "LoRA"),
+        ("scheduler_config.enable_chunked_prefill", False, "chunked prefill off"),
     ],
 )
-@pytest.mark.parametrize("cls", CLASSES)
-def test_what_cannot_be_isolated_is_refused_by_name(
-    config, grammars, monkeypatch, cls, part, setting, value, name
-):
-    holder = getattr(config, part) if part else config
-    monkeypatch.setattr(holder, setting, value)
-    with pytest.raises(ValueError, match=f"isolate policy cannot run with {name}"):
-        build(config, grammars, trace_of(), cls)
+def test_what_cannot_be_isolated_is_refused_by_name(config, grammars, setting, value, name):
+    *path, last = setting.split(".")
+    holder = getattr(config, path[0]) if path else config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holder, last, value)
+        for cls in CLASSES:
+            with pytest.raises(ValueError, match=f"isolate policy cannot run with {name}"):
+                build(config, grammars, trace_of(), cls)
 
 
 def test_an_unknown_queue_or_kv_cache_is_an_error(config, grammars, monkeypatch):

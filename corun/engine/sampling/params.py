@@ -8,13 +8,21 @@ import torch
 GREEDY_BELOW = 1e-5  # vLLM's _SAMPLING_EPS: a temperature below it means greedy
 
 
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`values` on `device` without waiting for it: through pinned memory where it is a GPU."""
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class RowParams:
     """One value per row, on the device of the logits.
 
-    temperature: [N] fp32; below ``GREEDY_BELOW`` the row is greedy and everything else is ignored.
-    top_k: [N] int32, 1 to V; V is off. top_p: [N] fp32, above 0; 1 is off. min_p: [N] fp32; 0 is off.
-    seeds: [N] int64, any bits.
+    temperature: [N] fp32; below ``GREEDY_BELOW`` the row is greedy and all the rest is ignored.
+    top_k: [N] int32, 1 to V; V is off. top_p: [N] fp32, above 0; 1 is off. min_p: [N] fp32; 0 is
+    off. seeds: [N] int64, any bits.
     """
 
     temperature: torch.Tensor
@@ -51,9 +59,17 @@ class RowParams:
         for values, dtype, neutral in columns:
             column = np.full(rows, neutral, dtype)
             column[: len(values)] = values
-            tensors.append(torch.from_numpy(column).to(device))
+            tensors.append(to_device(column, device))
         return cls(*tensors)
 
     def select(self, rows: torch.Tensor) -> "RowParams":
         """The parameters of the rows with the given indices [M] int64."""
         return RowParams(*(getattr(self, f.name)[rows] for f in fields(self)))
+
+    def random(self) -> torch.Tensor:
+        """Which rows draw at random: [N] bool."""
+        return self.temperature >= GREEDY_BELOW
+
+    def filtered(self, vocab: int) -> torch.Tensor:
+        """Which rows draw from a part of the vocabulary only: [N] bool."""
+        return self.random() & ((self.top_k < vocab) | (self.top_p < 1.0) | (self.min_p > 0.0))

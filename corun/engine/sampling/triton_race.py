@@ -1,20 +1,22 @@
 # mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0915, PLR0917 -- a kernel takes its pointers and sizes by position
 """The GPU sampler: two Triton kernels for the whole batch, one read of the logits. Needs Triton.
 
 Rows race: entry i finishes at time E_i / p_i with E_i exponential noise from Philox, and the first
-to finish is the draw (the Gumbel-max trick without its outer logarithm). What a row gets depends on
-that row alone: kernels are addressed by row, every branch looks at one row's parameters, and sums run
-over fixed columns.
+to finish is the draw (the Gumbel-max trick without its outer logarithm). What a row gets depends
+on that row alone: kernels are addressed by row, every branch looks at one row's parameters, and
+sums run over fixed columns.
 
-1. ``_race_blocks`` (one program per row and block of the vocabulary). An unfiltered row: the block's
-   winner. A row with top-k, top-p or min-p: only the maximum and the mass of each group of entries.
+1. ``_race_blocks`` (one program per row and block of the vocabulary). An unfiltered row: the
+   block's winner. A row with top-k, top-p or min-p: only each group's maximum and mass.
 2. ``_finish_rows`` (one program per row). An unfiltered row: the best of its blocks' winners. A
    filtered row: group maxima bound the cut from below (at least k entries reach the k-th largest
-   group maximum; likewise for mass), so only the few groups that reach the bound are read again to
-   find the exact cut and to hold the race among the survivors.
+   group maximum; likewise for mass), so only the few groups that reach the bound are read again,
+   to find the exact cut and to hold the race among the survivors.
 
-Filters keep the head of the order (logit descending, entry ascending): min-p, then top-k, then top-p
-renormalised over what those two kept; top-p keeps an entry while the mass before it is below p.
+Filters keep the head of the order (logit descending, entry ascending): min-p, then top-k, then
+top-p renormalised over what those two kept; top-p keeps an entry while the mass before it is
+below p.
 """
 
 import torch
@@ -22,57 +24,23 @@ import triton
 import triton.language as tl
 
 from corun.engine.sampling.params import GREEDY_BELOW, RowParams
-from corun.engine.sampling.philox import STREAM
+from corun.engine.sampling.triton_heads import (
+    bound_below,
+    find_cut,
+    load_groups,
+    sortable,
+    weigh,
+)
+from corun.engine.sampling.triton_noise import exponential, quad_words
 
 BLOCK = 4096
 GROUP = 32
 MAX_GROUPS = 8192
 TILE = 2048
 
-_STREAM = tl.constexpr(STREAM)
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LN2_PER_STEP = tl.constexpr(0.6931471805599453 / (1 << 23))
 _NO_ENTRY = tl.constexpr(0x7FFFFFFF)
-
-
-@triton.jit
-def exponential(word):
-    """Exponential noise (fp32, > 0) from 32-bit words: -log1p(-u) with u = (word + 0.5) / 2**32.
-
-    The winning tail is u -> 0, where fp32 keeps all 32 bits (smallest value 2**-33); u is held below
-    1, so the value is finite. 1 - u = 2**e * (1 + f) with f in [-1/3, 1/3], where f is -u itself
-    while e is 0; then a degree-9 polynomial for log(1 + f), relative error 2e-7.
-    """
-    u = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-    bits = (1.0 - u).to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F2AAAAB) & -0x800000  # e << 23, for a mantissa in [2/3, 4/3)
-    f = tl.where(exponent == 0, -u, (bits - exponent).to(tl.float32, bitcast=True) - 1.0)
-    q = f * 0.1342574954032898 - 0.15040764212608337
-    q = q * f + 0.14118309319019318
-    q = q * f - 0.16483017802238464
-    q = q * f + 0.20003780722618103
-    q = q * f - 0.2500414550304413
-    q = q * f + 0.33333319425582886
-    q = q * f - 0.49999985098838806
-    return -(exponent.to(tl.float32) * _LN2_PER_STEP + (f * f * q + f))
-
-
-@triton.jit
-def quad_words(seed, quads, position):
-    """Philox words of quads (int32, any shape [..., Q]): shape [..., Q, 2, 2], in entry order."""
-    low = tl.zeros_like(quads) + (position & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-    high = tl.zeros_like(quads) + (position >> 32).to(tl.int32)
-    stream = tl.zeros_like(quads) + _STREAM
-    w0, w1, w2, w3 = tl.philox(seed, quads, low, high, stream)
-    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
-
-
-@triton.jit
-def sortable(x):
-    """fp32 -> uint32 in the same order (no NaN; -0.0 must have been turned into 0.0)."""
-    bits = x.to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
@@ -129,117 +97,6 @@ def _race_blocks(
         tl.store(block_max_ptr + row * blocks + index, top)
         tl.store(block_time_ptr + row * blocks + index, best)
         tl.store(block_token_ptr + row * blocks + index, token)
-
-
-@triton.jit
-def _load_groups(row_ptr, listed_ptr, start, listed, vocab, rows: tl.constexpr, group: tl.constexpr):
-    """Tile [rows, group] of listed groups: logits (-inf outside), group numbers, entries, validity."""
-    g = start + tl.arange(0, rows)
-    number = tl.load(listed_ptr + g, mask=g < listed, other=0)
-    entry = number[:, None] * group + tl.arange(0, group)[None, :]
-    valid = (g < listed)[:, None] & (entry < vocab)
-    logit = tl.load(row_ptr + entry, mask=valid, other=float("-inf")).to(tl.float32) + 0.0
-    return logit, number, entry, valid
-
-
-@triton.jit
-def _weights(logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass):
-    """What each entry counts: 0 outside the base set, else its mass (1 when counting)."""
-    key = sortable(logit)
-    weight = tl.where(by_mass, tl.exp2((logit - top) * scale), 1.0)
-    member = (key > base_key) | ((key == base_key) & (entry <= base_cut))
-    member = member & valid & ((logit - top) * scale >= floor)
-    return key, tl.where(member, weight, 0.0)
-
-
-@triton.jit
-def _find_cut(
-    row_ptr,
-    listed_ptr,
-    listed,
-    vocab,
-    top,
-    scale,
-    floor,
-    base_key,
-    base_cut,
-    by_mass,
-    target,
-    low,
-    high,
-    rows: tl.constexpr,
-    group: tl.constexpr,
-):
-    """The shortest head of the base set whose weight reaches `target`: (last key, last entry).
-
-    Searches keys in [low, high]; `low` is known to reach the target. The search takes a quarter of
-    the interval a time. Ties at the last key are kept in entry order.
-    """
-    while low < high:
-        step = (high - low) // 4 + 1
-        at_1 = 0.0
-        at_2 = 0.0
-        at_3 = 0.0
-        for start in range(0, listed, rows):
-            logit, _number, entry, valid = _load_groups(
-                row_ptr, listed_ptr, start, listed, vocab, rows, group
-            )
-            key, weight = _weights(
-                logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass
-            )
-            at_1 += tl.sum(tl.where(key >= low + step, weight, 0.0))
-            at_2 += tl.sum(tl.where(key >= low + 2 * step, weight, 0.0))
-            at_3 += tl.sum(tl.where(key >= low + 3 * step, weight, 0.0))
-        reached = (at_1 >= target).to(tl.uint32) + (at_2 >= target).to(tl.uint32)
-        reached += (at_3 >= target).to(tl.uint32)
-        next_low = low + reached * step
-        high = tl.where(reached == 3, high, tl.minimum(high, next_low + step - 1))
-        low = tl.minimum(next_low, high)
-    above = 0.0
-    ties = 0.0
-    tie_weight = 0.0
-    for start in range(0, listed, rows):
-        logit, _number, entry, valid = _load_groups(
-            row_ptr, listed_ptr, start, listed, vocab, rows, group
-        )
-        key, weight = _weights(logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass)
-        above += tl.sum(tl.where(key > low, weight, 0.0))
-        ties += tl.sum(((key == low) & (weight > 0.0)).to(tl.float32))
-        tie_weight = tl.maximum(tie_weight, tl.max(tl.where(key == low, weight, 0.0)))
-    needed = tl.where(tie_weight > 0.0, tl.ceil((target - above) / tie_weight), ties)
-    needed = tl.minimum(tl.maximum(needed, 1.0), tl.maximum(ties, 1.0))
-    first = tl.zeros((), dtype=tl.int32)
-    last = first + (vocab - 1)
-    if needed < ties:
-        while first < last:
-            middle = (first + last) // 2
-            count = 0.0
-            for start in range(0, listed, rows):
-                logit, _number, entry, valid = _load_groups(
-                    row_ptr, listed_ptr, start, listed, vocab, rows, group
-                )
-                key, weight = _weights(
-                    logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass
-                )
-                tie = (key == low) & (weight > 0.0) & (entry <= middle)
-                count += tl.sum(tie.to(tl.float32))
-            enough = count >= needed
-            last = tl.where(enough, middle, last)
-            first = tl.where(enough, first, middle + 1)
-    return low, last
-
-
-@triton.jit
-def _bound(keys, weights, target):
-    """The largest key that keys of total weight `target` or more reach; 0 if all fall short."""
-    bound = tl.zeros((), dtype=tl.uint32)
-    bit = bound + 0x80000000
-    for _ in range(32):
-        tried = bound | bit
-        reached = tl.sum(tl.where(keys >= tried, weights, 0.0)) >= target
-        bound = tl.where(reached, tried, bound)
-        bit = bit >> 1
-    return bound
 
 
 @triton.jit
@@ -312,7 +169,7 @@ def _finish_rows(
     weights = tl.where(inside, tl.where(by_mass, leader, 1.0), 0.0)
     bound = tl.zeros((), dtype=tl.uint32)
     if by_mass | (top_k < vocab):
-        bound = _bound(keys, weights, tl.where(by_mass, top_p * total, top_k.to(tl.float32)))
+        bound = bound_below(keys, weights, tl.where(by_mass, top_p * total, top_k.to(tl.float32)))
     reach = inside & (keys >= bound) & ((maxima - top) * scale >= floor)
     place = tl.cumsum(reach.to(tl.int32), axis=0) - 1
     listed = tl.sum(reach.to(tl.int32))
@@ -322,7 +179,7 @@ def _finish_rows(
     cut_key = tl.zeros((), dtype=tl.uint32)
     cut_entry = tl.zeros((), dtype=tl.int32) + vocab
     if top_k < vocab:
-        cut_key, cut_entry = _find_cut(
+        cut_key, cut_entry = find_cut(
             row_ptr, row_listed_ptr, listed, vocab, top, scale, float("-inf"), cut_key, cut_entry,
             False, top_k.to(tl.float32), bound, high, rows, group,
         )  # fmt: skip
@@ -330,14 +187,14 @@ def _finish_rows(
         if not by_mass:
             total = 0.0
             for start in range(0, listed, rows):
-                logit, _number, entry, valid = _load_groups(
+                logit, _number, entry, valid = load_groups(
                     row_ptr, row_listed_ptr, start, listed, vocab, rows, group
                 )
-                _key, weight = _weights(
+                _key, weight = weigh(
                     logit, entry, valid, top, scale, floor, cut_key, cut_entry, True
                 )
                 total += tl.sum(weight)
-        cut_key, cut_entry = _find_cut(
+        cut_key, cut_entry = find_cut(
             row_ptr, row_listed_ptr, listed, vocab, top, scale, floor, cut_key, cut_entry,
             True, top_p * total, tl.maximum(bound, cut_key), high, rows, group,
         )  # fmt: skip
@@ -348,10 +205,10 @@ def _finish_rows(
     winner = tl.zeros((), dtype=tl.int32) + _NO_ENTRY
     lowest = float("inf")
     for start in range(0, listed, rows):
-        logit, number, entry, valid = _load_groups(
+        logit, number, entry, valid = load_groups(
             row_ptr, row_listed_ptr, start, listed, vocab, rows, group
         )
-        _key, weight = _weights(logit, entry, valid, top, scale, floor, cut_key, cut_entry, False)
+        _key, weight = weigh(logit, entry, valid, top, scale, floor, cut_key, cut_entry, False)
         quads = number[:, None] * (group // 4) + tl.arange(0, group // 4)[None, :]
         noise = exponential(tl.reshape(quad_words(seed, quads, position), (rows, group)))
         time = tl.where(weight > 0.0, noise * tl.exp2((top - logit) * scale), float("inf"))
@@ -381,14 +238,13 @@ def race(
         logits = logits.contiguous().clone()
     group = max(GROUP, triton.next_power_of_2(triton.cdiv(vocab, MAX_GROUPS)))
     blocks, groups = triton.cdiv(vocab, BLOCK), triton.cdiv(vocab, group)
-    f32 = {"dtype": torch.float32, "device": logits.device}
-    i32 = {"dtype": torch.int32, "device": logits.device}
-    block_max, block_time = torch.empty((2, rows, blocks), **f32)
-    group_max, group_mass = torch.empty((2, rows, groups), **f32)
-    block_token = torch.empty((rows, blocks), **i32)
-    listed = torch.empty((rows, groups), **i32)
-    token = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    cut_logit, cut_entry = torch.empty(rows, **f32), torch.empty(rows, **i32)
+    f32, i32 = torch.float32, torch.int32
+    block_max, block_time = logits.new_empty((2, rows, blocks), dtype=f32)
+    group_max, group_mass = logits.new_empty((2, rows, groups), dtype=f32)
+    block_token = logits.new_empty((rows, blocks), dtype=i32)
+    listed = logits.new_empty((rows, groups), dtype=i32)
+    token = logits.new_empty(rows, dtype=torch.int64)
+    cut_logit, cut_entry = logits.new_empty(rows, dtype=f32), logits.new_empty(rows, dtype=i32)
     given = (
         logits,
         params.temperature,

@@ -1,0 +1,124 @@
+"""Model shapes for benchmarks: directories with only a config.json, from published hyperparameters.
+
+    python -m benchmarks.models qwen3-8b DIRECTORY
+
+No weights are downloaded: an engine fills such a model with random ones (``--random-weights``).
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+_QWEN3: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+_QWEN3_DENSE = _QWEN3 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+_QWEN3_MOE = _QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-8b": _QWEN3_DENSE
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-32b": _QWEN3_DENSE
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "max_window_layers": 64,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-30b-a3b": _QWEN3_MOE
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_window_layers": 48,
+        "moe_intermediate_size": 768,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+    },
+    # Not a published model: small enough for a CPU test.
+    "tiny-llama": _LLAMA
+    | {
+        "head_dim": 32,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 4096,
+    },
+}
+
+
+def write_config(name: str, directory: Path) -> Path:
+    """Write the config.json of shape `name` (see SHAPES) into `directory`, and return that."""
+    if name not in SHAPES:
+        raise ValueError(f"no model shape {name!r}; there are {', '.join(SHAPES)}")
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SHAPES[name], indent=2) + "\n")
+    return directory
+
+
+def main() -> None:
+    """Write one directory."""
+    parser = argparse.ArgumentParser(description="Write a model directory with only a config.json.")
+    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("directory", type=Path)
+    args = parser.parse_args()
+    print(write_config(args.name, args.directory))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Opens and closes the vLLM engines that verification runs on.
+
+A verification needs engines that differ from a user's in nothing but what is being verified, so
+the defaults here are few: small and eager on a CPU, vLLM's own on a GPU, and no prefix cache under
+plain vLLM (a cache hit is a difference of its own, and would hide what the batch does).
+"""
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from corun.config import CoRunConfig
+from corun.verify.workload import Limits
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CPU_ROWS, GPU_ROWS = 32, 256
+CPU_KV_BYTES = 2 << 30
+CPU_PLAIN_TOKENS = 32768
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def open_engine(
+    model: str, config: CoRunConfig, *, random_weights: bool = False, **engine_args: Any
+) -> "LLM":
+    """Start a vLLM engine for `model` under `config`; returns vLLM's LLM.
+
+    random_weights: fill the model with seeded random weights instead of loading any (for a
+    directory with only a config.json). engine_args: keywords of vLLM's LLM. A directory without a
+    tokenizer gets none. Close it with ``close_engine``. ValueError where vLLM or CoRun refuses a
+    setting.
+    """
+    from corun.plugin import register
+
+    register()
+    from vllm import LLM
+
+    given = dict(engine_args)
+    if random_weights:
+        from corun.engine import random_weights as loader
+
+        loader.install()
+        given["load_format"] = loader.LOAD_FORMAT
+    if not has_tokenizer(model, given):
+        given["skip_tokenizer_init"] = True
+    extra = {**(given.pop("additional_config", None) or {}), "corun": config.to_mapping()}
+    return LLM(model, additional_config=extra, **given)
+
+
+def defaults(config: CoRunConfig, rows: int | None) -> dict[str, Any]:
+    """Keywords of LLM that a verification uses unless the user says otherwise.
+
+    rows: max_num_seqs, or None for 256 on a GPU and 32 on a CPU.
+    """
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    chosen: dict[str, Any] = {"max_num_seqs": rows or (CPU_ROWS if on_cpu else GPU_ROWS)}
+    if on_cpu:
+        chosen |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES}
+    if not config.enabled:
+        chosen["enable_prefix_caching"] = False
+        if on_cpu:
+            # vLLM's CPU runner crashes when the prefill of a seeded request is cut in chunks.
+            chosen["max_num_batched_tokens"] = CPU_PLAIN_TOKENS
+    return chosen
+
+
+def limits_of(llm: "LLM") -> Limits:
+    """What an open engine can hold."""
+    config = llm.llm_engine.vllm_config
+    blocks = config.cache_config.num_gpu_blocks
+    return Limits(
+        rows=config.scheduler_config.max_num_seqs,
+        model_len=llm.model_config.max_model_len,
+        kv_tokens=blocks * config.cache_config.block_size if blocks else None,
+        has_tokenizer=tokenizer_of(llm) is not None,
+    )
+
+
+def tokenizer_of(llm: "LLM") -> Any | None:
+    """The engine's tokenizer, or None."""
+    return None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
+
+
+def has_tokenizer(model: str, engine_args: Mapping[str, Any]) -> bool:
+    """Whether to start `model` with a tokenizer; anything but a bare local directory has one."""
+    if "skip_tokenizer_init" in engine_args:
+        return not engine_args["skip_tokenizer_init"]
+    directory = Path(model)
+    if engine_args.get("tokenizer") is not None or not directory.is_dir():
+        return True
+    return any((directory / name).exists() for name in _TOKENIZER_FILES)
+
+
+def close_engine(llm: "LLM") -> None:
+    """Shut the engine down and free its memory; the caller must drop its own references too."""
+    llm.llm_engine.engine_core.shutdown()
+    # In one process the executor, and with it weights and KV cache, hangs on these two.
+    engine = llm.llm_engine
+    for name in ("model_executor", "engine_core"):
+        if hasattr(engine, name):
+            delattr(engine, name)
+    del engine, llm.llm_engine
+    gc.collect()
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

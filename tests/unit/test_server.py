@@ -1,0 +1,107 @@
+"""corun.engine.server: vLLM's own parser and app, held by CoRun; no engine is started."""
+
+import os
+import sys
+
+import pytest
+
+from corun.config import CoRunConfig
+from corun.engine import http, server
+from corun.engine.offline import with_settings
+
+pytest.importorskip("vllm")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("CORUN_POLICY", "CORUN_STRICT", "CORUN_STEP_LOG", "VLLM_USE_RUST_FRONTEND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Stops ``vllm serve`` where it would start; a list of the arguments it would start with."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    calls: list = []
+    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(calls.append))
+    return calls
+
+
+def test_flags_reach_vllm_and_the_config_goes_in(started):
+    flags = ["m", "--max-num-seqs", "12", "--additional-config", '{"other": 1}', "--port", "8123"]
+    server.serve(flags, {"policy": "isolate", "strict": False})
+    (args,) = started
+    assert (args.model_tag, args.max_num_seqs, args.port) == ("m", 12, 8123)
+    assert args.additional_config == {
+        "other": 1,
+        "corun": CoRunConfig(policy="isolate", strict=False).to_mapping(),
+    }
+    assert os.environ["VLLM_PLUGINS"] == "corun"
+
+
+def test_vllms_app_gets_the_headers_and_the_report(started):
+    testclient = pytest.importorskip("starlette.testclient")
+    server.serve(["m"], {"policy": "isolate"})
+    (module,) = (
+        m
+        for name in http.SERVERS.values()
+        if (m := sys.modules.get(name)) and m.build_and_serve.__module__ == name
+    )
+    app = module.build_app(started[0], ("generate",), None)
+    app.state.corun = {"policy": "isolate", "domain": "corun1-0"}
+    client = testclient.TestClient(app, raise_server_exceptions=False)
+    for answer in (
+        client.get("/version"),
+        client.post("/v1/completions", json={"max_tokens": "many"}),
+        client.post("/v1/chat/completions", content=b"{", headers={"content-type": "text/x"}),
+    ):
+        assert answer.headers["x-corun-domain"] == "corun1-0"
+    assert http.REPORT_PATH in [getattr(r, "path", None) for r in app.routes]
+
+
+@pytest.mark.parametrize("flag", ["--max-num-seqq=3", "--dtype=floatt"])
+def test_a_wrong_flag_is_vllms_error_with_status_2(started, capsys, flag):
+    with pytest.raises(SystemExit) as stopped:
+        server.serve(["m", flag], {})
+    assert stopped.value.code == 2
+    assert flag.split("=")[0] in capsys.readouterr().err
+    assert started == []
+
+
+def test_front_ends_that_corun_does_not_reach_are_refused(started, monkeypatch):
+    monkeypatch.setattr(server, "plugin_installed", lambda: False)
+    for flags in (["--api-server-count=2"], ["--data-parallel-size=2"]):
+        with pytest.raises(ValueError, match="install the package 'corun-vllm'"):
+            server.serve(["m", *flags], {"policy": "isolate"})
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ValueError, match="Rust front end"):
+        server.serve(["m"], {"policy": "isolate"})
+    assert started == []
+
+
+def test_policy_off_is_plain_vllm(started, monkeypatch):
+    monkeypatch.setattr(server, "register", lambda: pytest.fail("CoRun was put in place"))
+    server.serve(["m", "--api-server-count=2"], {"policy": "off"})
+    assert started[0].additional_config["corun"]["policy"] == "off"
+
+
+def test_settings_come_from_flags_then_additional_config_then_environment(monkeypatch):
+    assert with_settings(None, {})["corun"] == CoRunConfig().to_mapping()
+    monkeypatch.setenv("CORUN_POLICY", "isolate")
+    monkeypatch.setenv("CORUN_STRICT", "0")
+    assert with_settings({"x": 1}, {}) == {
+        "x": 1,
+        "corun": {"policy": "isolate", "strict": False, "step_log": None},
+    }
+    assert with_settings(None, {"policy": "off"})["corun"]["policy"] == "off"
+    given = {"corun": {"policy": "off"}}
+    assert with_settings(given, {})["corun"] == CoRunConfig(policy="off").to_mapping()
+    assert with_settings(given, {"strict": False})["corun"]["policy"] == "off"
+    assert given == {"corun": {"policy": "off"}}
+    with pytest.raises(ValueError, match=r"'policy' to 'off'.*'isolate'; keep one of the two"):
+        with_settings(given, {"policy": "isolate"})
+    with pytest.raises(ValueError, match="'polcy'"):
+        with_settings({"corun": {"polcy": "off"}}, {})
