@@ -39,9 +39,8 @@ def _child_environment(mode: str) -> dict[str, str]:
 
 
 def _engine(mode: str, model_dir: str, args: argparse.Namespace):
-    from corun.verify.engine import open_engine
-
     from corun.config import CoRunConfig
+    from corun.verify.engine import open_engine
 
     policy = mode.partition("@")[0]
     return open_engine(
@@ -92,9 +91,40 @@ def measure(mode: str, model_dir: str, args: argparse.Namespace) -> dict:
             "tokens_per_s": tokens / min(seconds),
         }
         print(mode, workload, f"{tokens / min(seconds):.0f} tok/s", flush=True)
+    if args.check:
+        result["determinism"] = check(llm, vocabulary)
+        print(mode, result["determinism"], flush=True)
     if mode.partition("@")[0] not in ("std", "bi"):
-        result["report"] = llm.collective_rpc("corun_report")[0]
+        report = llm.collective_rpc("corun_report")[0]
+        del report["rows"], report["violations"]  # one line for each prompt length
+        result["report"] = report
     return result
+
+
+def check(llm, vocabulary: int) -> dict:
+    """The paper's suite (V-B) on this engine: 32 prompts alone and in a batch of 32, bit by bit."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    from corun.verify.compare import compare, total
+    from corun.verify.record import record_of
+
+    rng = np.random.default_rng(1)
+    prompts = [
+        {"prompt_token_ids": rng.integers(10, vocabulary - 10, n).tolist()}
+        for n in rng.integers(8, 400, 32)
+    ]
+    params = SamplingParams(
+        temperature=0.6, seed=42, max_tokens=48, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
+    batch = llm.generate(prompts, params, use_tqdm=False)
+    found = total(
+        compare(record_of(str(i), 42, a), record_of(str(i), 42, b))
+        for i, (a, b) in enumerate(zip(alone, batch, strict=True))
+    )
+    names = ("requests", "tokens_equal", "logprobs_equal", "token_values", "logprob_values")
+    return {name: getattr(found, name) for name in names}
 
 
 def hardware() -> dict:
@@ -123,6 +153,7 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--memory", type=float, default=0.85)
     parser.add_argument("--timeout", type=float, default=240)
+    parser.add_argument("--check", action="store_true", help="also compare alone and in a batch")
     parser.add_argument("--no-random-weights", dest="random_weights", action="store_false")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--child", help=argparse.SUPPRESS)

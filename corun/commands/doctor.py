@@ -115,13 +115,18 @@ def _device(problems: list[str]) -> dict[str, Any]:
 
 
 def _plugin(environ: MutableMapping[str, str], problems: list[str]) -> dict[str, Any]:
-    from corun.engine.server import plugin_blocked, plugin_installed
+    from corun.engine.plugins import plugin_blocked, plugin_installed
 
     installed, blocked = plugin_installed(), plugin_blocked(environ)
+    if not installed:
+        problems.append(
+            "the package is not installed, so vLLM does not find CoRun's plugin: pip install "
+            "'corun-vllm' (from its source tree: pip install -e .)"
+        )
     if blocked:
         problems.append(
-            "VLLM_PLUGINS keeps vLLM from loading CoRun: add 'corun' to it, or unset it "
-            "('corun serve' does so by itself)"
+            "VLLM_PLUGINS keeps vLLM from loading CoRun: add 'corun' to it, or unset it (corun's "
+            "own commands do so by themselves)"
         )
     return {"installed": installed, "blocked": blocked}
 

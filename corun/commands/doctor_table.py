@@ -25,7 +25,7 @@ def _rows(findings: dict[str, Any]) -> list[tuple[str, str, str]]:
     elif plugin["installed"]:
         loaded = "vLLM loads it by itself"
     else:
-        loaded = "only corun's own commands and corun.LLM load it: install the package"
+        loaded = "vLLM does not find it"
     return [
         ("corun", findings["corun"], ""),
         ("python", findings["python"], ""),

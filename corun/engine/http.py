@@ -15,7 +15,7 @@ own, so that equal prompts do not come back as clones: prompt 0 a drawn one, s, 
 import functools
 import importlib
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -173,17 +173,24 @@ def _wrap_server(server: Any) -> None:
     server.build_app, server.init_app_state = build_app, init_app_state
 
 
+def running_servers() -> Iterator[Any]:
+    """The server modules of this process: imported, or run as ``python -m``."""
+    for name in SERVERS.values():
+        module = sys.modules.get(name)
+        serve = getattr(module, "build_and_serve", None)
+        if serve is not None and serve.__module__ == name:  # else the shim
+            yield module
+    main = sys.modules["__main__"]
+    if getattr(getattr(main, "__spec__", None), "name", None) in SERVERS.values():
+        yield main
+
+
 def install_http() -> None:
     """Hold vLLM's HTTP server to the reporting above. Idempotent, and inert while CoRun is off.
 
     Does nothing in a process that has not imported the server: it serves no HTTP.
     """
-    for name in SERVERS.values():
-        server = sys.modules.get(name)
-        if server is None or not hasattr(server, "build_and_serve"):
-            continue
-        if server.build_and_serve.__module__ != name:  # the shim
-            continue
+    for server in running_servers():
         for module, request_class in REQUESTS:
             _wrap_request(getattr(importlib.import_module(module), request_class))
         _wrap_server(server)

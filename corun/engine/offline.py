@@ -4,12 +4,14 @@
 finished ones. Engine flags are read by vLLM's own parser, so every one of them works.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from corun.config import CoRunConfig, resolve
 from corun.contract import fingerprint
+from corun.engine.plugins import ensure_plugin
 from corun.jobs.lines import Job
 from corun.plugin import register
 
@@ -125,6 +127,7 @@ class OfflineEngine:
 
         self._enabled = resolve(args.additional_config).enabled
         if self._enabled:
+            ensure_plugin(os.environ)
             register()
         self._llm = LLM.from_engine_args(args)
         self._jobs: dict[str, Job] = {}

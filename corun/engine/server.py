@@ -1,12 +1,15 @@
 """Seam: ``vllm serve``, as a function. Its parser reads every flag, then CoRun's config goes in."""
 
+import functools
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from corun.config import resolve
+from corun.engine.http import SERVERS, running_servers
 from corun.engine.offline import with_settings
+from corun.engine.plugins import ensure_plugin
 from corun.plugin import register
 
 SEAMS = (
@@ -16,43 +19,51 @@ SEAMS = (
     ("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup"),
     ("vllm.utils.argparse_utils", "FlexibleArgumentParser.parse_args"),
 )
-SEAMS_BY_VERSION = {"0.32": (("vllm.logger", "configure_logging_from_args", ("args",)),)}
-
-PLUGIN_GROUP = "vllm.general_plugins"
-
-
-def plugin_installed() -> bool:
-    """Whether all of vLLM's processes will find the plugin (the package is installed)."""
-    return any(e.value.startswith("corun.") for e in entry_points(group=PLUGIN_GROUP))
-
-
-def plugin_blocked(environ: MutableMapping[str, str]) -> bool:
-    """Whether VLLM_PLUGINS keeps vLLM from loading the plugin."""
-    allowed = environ.get("VLLM_PLUGINS")
-    return allowed is not None and "corun" not in allowed.split(",")
+SEAMS_BY_VERSION = {
+    "0.32": (
+        ("vllm.logger", "configure_logging_from_args", ("args",)),
+        (SERVERS["0.32"], "serve_http", ("app",)),
+    ),
+    "0.25": ((SERVERS["0.25"], "serve_http", ("app",)),),
+}
 
 
-def allow_plugin(environ: MutableMapping[str, str]) -> bool:
-    """Add the plugin to VLLM_PLUGINS where that variable leaves it out; whether it had to."""
-    if not plugin_blocked(environ):
-        return False
-    environ["VLLM_PLUGINS"] = ",".join(p for p in (environ["VLLM_PLUGINS"], "corun") if p)
-    return True
-
-
-def _check_processes(args: Any) -> None:
-    """Refuse front ends that CoRun's plugin does not reach."""
+def _check_front_end() -> None:
+    """Refuse a front end that CoRun's plugin does not reach."""
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ValueError(
             "CoRun cannot hold vLLM's Rust front end; unset VLLM_USE_RUST_FRONTEND, or use "
             "--policy off"
         )
-    several = (args.api_server_count or 1) > 1 or args.data_parallel_size > 1
-    if several and not plugin_installed():
-        raise ValueError(
-            "this server needs several processes, and they would not find CoRun's plugin: install "
-            "the package 'corun-vllm' (pip install), instead of running its source tree"
-        )
+
+
+@contextmanager
+def _engine_deaths() -> Iterator[list[str]]:
+    """A list that is not empty once the server has stopped without having been told to.
+
+    vLLM returns then as if all were well. What tells the two apart is the last thing that it has to
+    await: its HTTP server's shutdown where a signal came, a dummy where the engine died.
+    """
+    deaths: list[str] = []
+    servers = [(server, server.serve_http) for server in running_servers()]
+
+    def noting(original: Any) -> Any:
+        @functools.wraps(original)
+        async def serve_http(*args: Any, **kwargs: Any) -> Any:
+            last = await original(*args, **kwargs)
+            if last.__name__ == "dummy_shutdown":
+                deaths.append(last.__name__)
+            return last
+
+        return serve_http
+
+    for server, original in servers:
+        server.serve_http = noting(original)
+    try:
+        yield deaths
+    finally:
+        for server, original in servers:
+            server.serve_http = original
 
 
 def serve(arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
@@ -60,9 +71,8 @@ def serve(arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
 
     settings: CoRun settings given on the command line, see ``with_settings``. SystemExit: vLLM's
     parser printed help, or a message about a flag (status 2). ValueError: a setting that breaks the
-    contract.
+    contract. RuntimeError: the engine died.
     """
-    allow_plugin(os.environ)
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -81,6 +91,10 @@ def serve(arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
     args.additional_config = with_settings(args.additional_config, settings)
     command.validate(args)
     if resolve(args.additional_config).enabled:
-        _check_processes(args)
+        _check_front_end()
+        ensure_plugin(os.environ)
         register()
-    command.cmd(args)
+    with _engine_deaths() as deaths:
+        command.cmd(args)
+    if deaths:
+        raise RuntimeError("the server stopped because its engine did; the cause is logged above")

@@ -6,6 +6,7 @@ plain vLLM (a cache hit is a difference of its own, and would hide what the batc
 """
 
 import gc
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,9 +36,15 @@ def open_engine(
     from corun.plugin import register
 
     register()
+    import vllm.envs
     from vllm import LLM
 
     given = dict(engine_args)
+    apart = vllm.envs.VLLM_ENABLE_V1_MULTIPROCESSING or given.get("tensor_parallel_size", 1) != 1
+    if apart and (config.enabled or random_weights):
+        from corun.engine.plugins import ensure_plugin
+
+        ensure_plugin(os.environ)  # workers in processes of their own must load CoRun too
     if random_weights:
         from corun.engine import random_weights as loader
 

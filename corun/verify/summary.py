@@ -34,14 +34,15 @@ def print_summary(report: VerifyReport, console: Console | None = None) -> None:
 
 def _table(report: VerifyReport) -> Table:
     table = Table(
-        title=f"{report.model} on {report.device}, policy {report.policy}",
+        title=f"{report.model} on {report.device}, policy {report.policy}: "
+        f"requests whose tokens and logprobs are equal to the bit",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("engine", justify="right")
     table.add_column("scenario")
-    for name in ("tokens equal", "logprobs equal", "values", "rows", "aborts"):
+    for name in ("tokens", "logprobs", "values", "rows", "aborts"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in report.results:
         counts = result.comparison

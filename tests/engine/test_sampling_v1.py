@@ -79,15 +79,15 @@ def count(result):
 
 MIXED = [
     (0, params(temperature=0.0, logprobs=20)),
-    (1, params(temperature=0.6, seed=42, logprobs=1)),
-    (2, params(top_k=40, logprobs=5, seed=2**63 + 5)),
-    (3, params(top_p=0.9, prompt_logprobs=3, seed=-17)),
+    (1, params(temperature=0.6, seed=42, logprobs=20)),
+    (2, params(top_k=40, logprobs=20, seed=2**63 + 5)),
+    (3, params(top_p=0.9, prompt_logprobs=20, seed=-17)),
     (0, params(min_p=0.05, temperature=1.3, logprobs=0)),
     (1, params(presence_penalty=1.5, frequency_penalty=0.7, repetition_penalty=1.2, logprobs=2)),
     (2, params(top_k=7, top_p=0.8, min_p=0.01, temperature=0.8, logprob_token_ids=[5, 17, 400])),
     (0, params(n=2, temperature=1.5, logprobs=0)),
     (1, params(logit_bias={40: 5.0, 41: -100.0}, min_tokens=4, logprobs=1)),
-    (2, params(bad_words=[" the", " a", "\n"], logprobs=1)),
+    (2, params(bad_words=[" the", " a", "self"], logprobs=1)),
     (0, params(allowed_token_ids=[260, 281, 284, 28, 30], logprobs=3)),
     (1, params(structured_outputs=StructuredOutputsParams(json=SCHEMA), max_tokens=16)),
 ]
@@ -146,9 +146,9 @@ def test_chosen_tokens_are_scored_beside_a_neighbour_that_wants_the_top(llm):
         assert token in step
 
 
-def best_logprobs(llm, **given):
-    """The first sampled token's logprob in each of six samples."""
-    many = run(llm, [PROMPTS[1]], params(max_tokens=1, n=6, logprobs=0, **given))[0]
+def best_logprobs(llm, n=1, **given):
+    """The first sampled token's logprob in each of `n` samples."""
+    many = run(llm, [PROMPTS[1]], params(max_tokens=1, n=n, logprobs=0, **given))[0]
     return [c.logprobs[0][c.token_ids[0]] for c in many.outputs]
 
 
@@ -161,9 +161,9 @@ def test_temperature_top_k_top_p_min_p_narrow_the_choice(llm):
     assert len(texts()) == 6
     assert texts(top_k=1) == texts(top_p=1e-6) == {greedy}
     # min_p compares with the best token: equal logits (bf16 has many) all stay.
-    firsts = {bits(lp.logprob) for lp in best_logprobs(llm, min_p=1.0)}
-    assert firsts == {bits(lp.logprob) for lp in best_logprobs(llm, temperature=0.0)}
-    assert texts(temperature=0.01) == {greedy}
+    best = {bits(lp.logprob) for lp in best_logprobs(llm, temperature=0.0)}
+    assert {bits(lp.logprob) for lp in best_logprobs(llm, n=6, min_p=1.0)} == best
+    assert {bits(lp.logprob) for lp in best_logprobs(llm, n=6, temperature=0.001)} == best
 
 
 def test_masks_and_biases(llm):

@@ -118,7 +118,7 @@ def without_vllm(*argv, cwd=None):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["--version"], ["generate", "--help"], ["serve", "--help"]]
+    "argv", [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)]
 )
 def test_help_and_version_need_no_vllm(argv):
     done = without_vllm(*argv)

@@ -9,7 +9,7 @@ from rich.console import Console
 from corun import cli
 from corun.commands import doctor
 from corun.commands.doctor_table import show
-from corun.engine import seams, server
+from corun.engine import plugins, seams
 
 pytest.importorskip("vllm")
 
@@ -22,7 +22,8 @@ def plain_environment(monkeypatch):
 
 @pytest.fixture
 def found_seams(monkeypatch):
-    """Makes every seam look found; returns the list, to be changed."""
+    """Makes every seam look found and the plugin installed; returns the list of seams."""
+    monkeypatch.setattr(plugins, "plugin_installed", lambda: True)
     statuses = [seams.SeamStatus("corun.engine.x", "vllm.y", "z", True, "")]
     monkeypatch.setattr(seams, "check_all", lambda: statuses)
     return statuses
@@ -77,9 +78,18 @@ def test_blocked_plugins(found_seams, value, blocked):
     environ = {} if value is None else {"VLLM_PLUGINS": value}
     assert doctor.examine(None, environ)["plugin"]["blocked"] is blocked
     assert doctor.examine(None, environ)["can_run"] is not blocked
-    assert server.allow_plugin(environ) is blocked
-    assert not server.plugin_blocked(environ)
-    assert server.allow_plugin(environ) is False
+    plugins.ensure_plugin(environ)
+    assert not plugins.plugin_blocked(environ)
+    assert environ.get("VLLM_PLUGINS") == (f"{value},corun".lstrip(",") if blocked else value)
+
+
+def test_a_package_that_is_not_installed(found_seams, monkeypatch):
+    monkeypatch.setattr(plugins, "plugin_installed", lambda: False)
+    findings = doctor.examine(None, {})
+    assert findings["plugin"]["installed"] is False
+    assert any("pip install" in p for p in findings["problems"])
+    with pytest.raises(ValueError, match="pip install"):
+        plugins.ensure_plugin({})
 
 
 def test_policies_are_explained(found_seams):
@@ -114,7 +124,7 @@ def test_variables_and_exit_status(found_seams, monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("CORUN_STRICT", "0")
     monkeypatch.setattr(seams, "vllm_version", lambda: "0.32.0")
     assert cli.main(["doctor", "--json", str(tmp_path / "d.json")]) == 0
-    assert json.loads((tmp_path / "d.json").read_text())["variables"] == {"CORUN_STRICT": "0"}
+    assert json.loads((tmp_path / "d.json").read_text())["variables"]["CORUN_STRICT"] == "0"
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     capsys.readouterr()
     assert cli.main(["doctor", "--json", "-"]) == 2

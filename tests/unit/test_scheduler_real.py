@@ -224,6 +224,7 @@ class Engine:
             for out in batch.outputs:
                 self.outputs[out.request_id] += len(out.new_token_ids)
                 if out.finish_reason is not None:
+                    assert out.request_id not in self.ended, "ended twice"
                     self.ended[out.request_id] = out.finish_reason
                     self.reasons[out.request_id] = out.stop_reason
 
@@ -423,6 +424,20 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone(config, grammars
     engine.add("good", asking(3, 2))
     engine.finish()
     assert engine.ended == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
+
+
+def test_a_pause_between_two_chunks_changes_nothing(config, grammars):
+    engine = Engine(build(config, grammars, trace_of(budget=4)))
+    engine.add("other", asking(3, 8))
+    engine.step()
+    engine.add("paused", asking(8, 2))
+    assert engine.step() == {"paused": 4}
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert engine.scheduler.schedule().num_scheduled_tokens == {}
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert engine.step() == {"paused": 4}
+    engine.finish()
+    assert engine.outputs == {"other": 8, "paused": 2}
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -1,12 +1,12 @@
 """corun.engine.server: vLLM's own parser and app, held by CoRun; no engine is started."""
 
+import asyncio
 import os
-import sys
 
 import pytest
 
 from corun.config import CoRunConfig
-from corun.engine import http, server
+from corun.engine import http, plugins, server
 from corun.engine.offline import with_settings
 
 pytest.importorskip("vllm")
@@ -17,6 +17,7 @@ def plain_environment(monkeypatch):
     for name in ("CORUN_POLICY", "CORUN_STRICT", "CORUN_STEP_LOG", "VLLM_USE_RUST_FRONTEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "")
+    monkeypatch.setattr(plugins, "plugin_installed", lambda: True)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 
@@ -45,11 +46,7 @@ def test_flags_reach_vllm_and_the_config_goes_in(started):
 def test_vllms_app_gets_the_headers_and_the_report(started):
     testclient = pytest.importorskip("starlette.testclient")
     server.serve(["m"], {"policy": "isolate"})
-    (module,) = (
-        m
-        for name in http.SERVERS.values()
-        if (m := sys.modules.get(name)) and m.build_and_serve.__module__ == name
-    )
+    (module,) = http.running_servers()
     app = module.build_app(started[0], ("generate",), None)
     app.state.corun = {"policy": "isolate", "domain": "corun1-0"}
     client = testclient.TestClient(app, raise_server_exceptions=False)
@@ -72,10 +69,9 @@ def test_a_wrong_flag_is_vllms_error_with_status_2(started, capsys, flag):
 
 
 def test_front_ends_that_corun_does_not_reach_are_refused(started, monkeypatch):
-    monkeypatch.setattr(server, "plugin_installed", lambda: False)
-    for flags in (["--api-server-count=2"], ["--data-parallel-size=2"]):
-        with pytest.raises(ValueError, match="install the package 'corun-vllm'"):
-            server.serve(["m", *flags], {"policy": "isolate"})
+    monkeypatch.setattr(plugins, "plugin_installed", lambda: False)
+    with pytest.raises(ValueError, match="install the package 'corun-vllm'"):
+        server.serve(["m"], {"policy": "isolate"})
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(ValueError, match="Rust front end"):
         server.serve(["m"], {"policy": "isolate"})
@@ -105,3 +101,33 @@ def test_settings_come_from_flags_then_additional_config_then_environment(monkey
         with_settings(given, {"policy": "isolate"})
     with pytest.raises(ValueError, match="'polcy'"):
         with_settings({"corun": {"polcy": "off"}}, {})
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_dead_engine_is_an_error(monkeypatch, died):
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    async def dummy_shutdown():
+        pass
+
+    async def shutdown():
+        pass
+
+    async def serve_http(app):
+        return dummy_shutdown() if died else shutdown()
+
+    def run(args):
+        async def main():
+            await (await module.serve_http(None))
+
+        asyncio.run(main())
+
+    monkeypatch.setattr(ServeSubcommand, "cmd", staticmethod(run))
+    (module,) = http.running_servers()
+    monkeypatch.setattr(module, "serve_http", serve_http)
+    if died:
+        with pytest.raises(RuntimeError, match="its engine did"):
+            server.serve(["m"], {"policy": "off"})
+    else:
+        server.serve(["m"], {"policy": "off"})
+    assert module.serve_http is serve_http

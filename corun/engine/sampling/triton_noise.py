@@ -44,8 +44,9 @@ def quad_words(seed, quads, position):
 
 
 @triton.jit
-def _noise_words(seeds_ptr, positions_ptr, words_ptr, entries, block: tl.constexpr):
-    index, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+def _noise_words(seeds_ptr, positions_ptr, words_ptr, entries, blocks, block: tl.constexpr):
+    index = tl.program_id(0) % blocks
+    row = (tl.program_id(0) // blocks).to(tl.int64)
     quads = index * (block // _QUAD) + tl.arange(0, block // _QUAD)
     words = quad_words(tl.load(seeds_ptr + row), quads, tl.load(positions_ptr + row))
     entry = index * block + tl.arange(0, block)
@@ -56,6 +57,7 @@ def _noise_words(seeds_ptr, positions_ptr, words_ptr, entries, block: tl.constex
 def noise_words(seeds: torch.Tensor, positions: torch.Tensor, entries: int) -> torch.Tensor:
     """What ``philox.noise_words`` returns, computed by the kernels' own code."""
     rows, block = seeds.shape[0], 1024
+    blocks = triton.cdiv(entries, block)
     words = torch.empty((rows, entries), dtype=torch.int64, device=seeds.device)
-    _noise_words[(triton.cdiv(entries, block), rows)](seeds, positions, words, entries, block=block)
+    _noise_words[(rows * blocks,)](seeds, positions, words, entries, blocks, block=block)
     return words

@@ -64,8 +64,8 @@ def _race_blocks(
     group: tl.constexpr,
     groups: tl.constexpr,
 ):
-    index = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) % blocks
+    row = (tl.program_id(0) // blocks).to(tl.int64)
     entry = index * block + tl.arange(0, block)
     logit = tl.load(
         logits_ptr + row * row_stride + entry, mask=entry < vocab, other=float("-inf")
@@ -260,7 +260,7 @@ def race(
         group_mass,
     )
     sizes = {"row_stride": logits.stride(0), "vocab": vocab, "blocks": blocks, "group": group}
-    _race_blocks[(blocks, rows)](*given, block=BLOCK, groups=groups, num_warps=8, **sizes)
+    _race_blocks[(rows * blocks,)](*given, block=BLOCK, groups=groups, num_warps=8, **sizes)
     _finish_rows[(rows,)](
         *given,
         listed,

@@ -28,8 +28,8 @@ def _score_blocks(
     group: tl.constexpr,
     groups: tl.constexpr,
 ):
-    index = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) % blocks
+    row = (tl.program_id(0) // blocks).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     entry = index * block + tl.arange(0, block)
     logit = tl.load(row_ptr + entry, mask=entry < vocab, other=float("-inf")).to(tl.float32)
@@ -88,7 +88,7 @@ def row_scores(
     group_max = logits.new_empty((rows, groups), dtype=f32)
     top, log_sum = logits.new_empty((2, rows), dtype=f32)
     rank = logits.new_empty(rows, dtype=torch.int64)
-    _score_blocks[(blocks, rows)](
+    _score_blocks[(rows * blocks,)](
         logits, tokens, block_max, block_sum, block_count, group_max,
         row_stride=logits.stride(0), vocab=vocab, block=BLOCK, blocks=blocks, group=group,
         groups=groups, num_warps=8,
