@@ -60,8 +60,9 @@ types: setup ## mypy
 lock: setup ## resolve requirements/*.lock anew
 	$(RUN) tools/lock.py
 
-readme: setup model ## paste the quickstart's output into README.md
+readme: setup model ## paste the quickstart's output and the recorded results into README.md
 	$(OFFLINE) $(RUN) tools/readme_quickstart.py $(TEST_MODEL)
+	$(RUN) tools/readme_tables.py
 
 clean: ## remove the environments, the model and caches
 	rm -rf .venv .venv-gpu $(VLLM_025) .model build dist corun_vllm.egg-info

@@ -21,9 +21,14 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore",
 }
-# Without a graph to compile, vLLM on the CPU still compiles one small sampling function; this lets
-# the quickstart run where there is no C++ compiler, and start sooner where there is one.
-QUIET_CPU = {"TORCHDYNAMO_DISABLE": "1"}
+ON_CPU = {
+    # Without a graph to compile, vLLM on the CPU still compiles one small sampling function; this
+    # lets the quickstart run where there is no C++ compiler, and start sooner where there is one.
+    "TORCHDYNAMO_DISABLE": "1",
+    # vLLM pins a thread to each core. Spinning at every barrier, they come to a crawl as soon as
+    # anything else runs on the machine.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
 
 
 @contextmanager
@@ -64,7 +69,7 @@ def is_cpu_build() -> bool:
 
 def measure_apart(model: str, policy: str, max_tokens: int, title: str) -> Measured:
     """`measure` in a fresh process. RuntimeError where that process dies; else what it raises."""
-    for name, value in {**QUIET, **(QUIET_CPU if is_cpu_build() else {})}.items():
+    for name, value in {**QUIET, **(ON_CPU if is_cpu_build() else {})}.items():
         os.environ.setdefault(name, value)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:

@@ -100,6 +100,7 @@ def has_v32():
 def sampler(request, monkeypatch):
     """A V2 sampler of either version's layout, adopted by CoRun, in a decode step."""
     states = SimpleNamespace(
+        vocab_size=VOCAB,
         temperature=Backed([0, 1, 0.7, 1, 1, 1, 1, 1, 1, 1, 1, 2], np.float32),
         top_k=Backed([VOCAB, VOCAB, 20, VOCAB, VOCAB, 5] + [VOCAB] * 6, np.int32),
         top_p=Backed([1, 1, 1, 0.8, 1, 0.9] + [1] * 6, np.float32),

@@ -1,8 +1,12 @@
 """``corun verify`` and ``corun localize`` on real vLLM: plain vLLM fails, ``isolate`` passes."""
 
 import json
+import weakref
+
+import pytest
 
 from corun.cli import main
+from corun.config import CoRunConfig
 
 SMALL = (
     "--rows", "8",
@@ -105,6 +109,27 @@ def test_isolate_crosses_64_rows_on_random_weights(tmp_path):
     total = report["total"]
     assert total["logprob_values"] == total["logprob_values_equal"] > 10_000
     assert sum("needs a tokenizer" in text for text in report["left_out"]) == 3
+
+
+@pytest.mark.parametrize("policy", ["isolate", "off"])
+def test_a_closed_engine_leaves_nothing_behind(tmp_path, policy):
+    from corun.verify.engine import close_engine, defaults, open_engine
+
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    config = CoRunConfig(policy=policy)
+    small = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 26}
+    llm = open_engine(str(tmp_path), config, random_weights=True, **defaults(config, 8) | small)
+    left = []
+
+    def grab(worker):
+        runner = worker.model_runner
+        left.extend(map(weakref.ref, (runner, runner.get_model(), runner.kv_caches[0])))
+
+    llm.collective_rpc(grab)
+    assert all(ref() is not None for ref in left) and len(left) == 3
+    close_engine(llm)
+    del llm
+    assert all(ref() is None for ref in left)
 
 
 def test_localize_names_a_linear_layer_in_decode_under_plain_vllm(model_path, tmp_path):

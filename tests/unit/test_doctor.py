@@ -25,7 +25,7 @@ def found_seams(monkeypatch):
     """Makes every seam look found and the plugin installed; returns the list of seams."""
     monkeypatch.setattr(plugins, "plugin_installed", lambda: True)
     statuses = [seams.SeamStatus("corun.engine.x", "vllm.y", "z", True, "")]
-    monkeypatch.setattr(seams, "check_all", lambda: statuses)
+    monkeypatch.setattr(seams, "check_all", lambda holders: statuses)
     return statuses
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,6 +16,8 @@ from corun.verify.trace_diff import TraceDiff, first_difference, unequal
 pytest.importorskip("vllm")
 from corun.engine.tap import Output, Tap, TappedStep
 
+# A loaded machine is slow, not wrong.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 HIDDEN, VOCABULARY = 4, 7
 
 
@@ -125,6 +127,7 @@ def trace(rows, chunks, modules=3):
 ROWS = torch.arange(24, dtype=torch.float32).reshape(6, 4) + 0.5
 
 
+@PATIENT
 @given(
     st.integers(0, 5),
     st.integers(0, 2),

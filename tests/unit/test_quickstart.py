@@ -172,7 +172,7 @@ def die(*args):
 def test_an_engine_process_that_dies_is_reported(monkeypatch):
     monkeypatch.setattr(process, "measure_with_progress", die)
     monkeypatch.setattr(process, "is_cpu_build", lambda: True)
-    for name in (*process.QUIET, *process.QUIET_CPU):
+    for name in (*process.QUIET, *process.ON_CPU):
         monkeypatch.setenv(name, "")
     with pytest.raises(RuntimeError, match="ended without a word"):
         process.measure_apart("some/model", "off", 1, "plain vLLM")

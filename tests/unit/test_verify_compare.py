@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corun.verify import compare as c
 from corun.verify.compare import Comparison, compare, total
 from corun.verify.record import Entry, Record, Sample, record_of, step_of
 
+# A loaded machine is slow, not wrong.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BITS = st.integers(0, 2**32 - 1)
 ENTRIES = st.builds(Entry, st.integers(0, 99), st.none() | st.integers(1, 30), BITS)
 STEPS = st.lists(ENTRIES, min_size=1, max_size=4).map(tuple)
@@ -53,6 +55,7 @@ def values(record: Record) -> tuple[int, int]:
     return tokens, sum(map(len, steps))
 
 
+@PATIENT
 @given(records())
 def test_a_record_equals_itself_and_everything_is_counted(record):
     result = compare(record, record)
@@ -109,6 +112,7 @@ def change_step(data, step):
     return (*step[:i], new, *step[i + 1 :]), i
 
 
+@PATIENT
 @given(st.data(), records())
 def test_any_single_change_is_found_and_named(data, record):
     changed, kind = change(data, record)
@@ -126,6 +130,7 @@ def test_any_single_change_is_found_and_named(data, record):
         assert result.logprobs_equal == (not lost)
 
 
+@PATIENT
 @given(st.data(), records())
 def test_a_shorter_output_counts_what_it_lacks(data, record):
     sample = record.samples[0]
@@ -146,6 +151,7 @@ def test_a_shorter_output_counts_what_it_lacks(data, record):
         assert result.first_token.tokens_before == sample.token_ids[:keep]
 
 
+@PATIENT
 @given(records())
 def test_missing_logprobs_are_a_difference(record):
     bare = replace(
@@ -164,6 +170,7 @@ def test_missing_logprobs_are_a_difference(record):
             assert result.first.kind == c.MISSING
 
 
+@PATIENT
 @given(records())
 def test_a_missing_completion_is_a_difference(record):
     fewer = replace(record, samples=record.samples[:-1])
@@ -173,6 +180,7 @@ def test_a_missing_completion_is_a_difference(record):
     assert result.token_values == values(record)[0]
 
 
+@PATIENT
 @given(st.lists(records(), max_size=4), st.lists(records(), max_size=4))
 def test_comparisons_add_up(ours, theirs):
     parts = [compare(a, b) for a, b in zip(ours, theirs, strict=False)]

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 from fake_engine import FakeEngine
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corun.verify.drive import play
@@ -18,6 +18,9 @@ from corun.verify.scenario import (
     staggered,
     with_aborts,
 )
+
+# A loaded machine is slow, not wrong.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def request(name: str, tokens: int = 2, **params) -> Request:
@@ -88,6 +91,7 @@ def test_an_engine_that_loses_a_request_is_an_error():
         play(engine, at_once("s", [request("a"), request("b")]), dict)
 
 
+@PATIENT
 @given(st.integers(0, 2**32), st.integers(1, 8), st.integers(0, 8), st.integers(0, 4))
 def test_staggered_scenarios_with_aborts_finish_every_target(seed, targets, others, gap):
     rng = Random(seed)

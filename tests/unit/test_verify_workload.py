@@ -4,7 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corun.verify.prompts import RandomPrompts, TextPrompts, question, words_of
@@ -115,7 +115,7 @@ def test_without_a_tokenizer_nothing_asks_for_one():
     assert len(mixes_for(True)) == len(MIXES)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([8, 33, 256]),
     st.integers(100, 5000),

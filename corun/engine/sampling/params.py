@@ -16,6 +16,14 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def top_k_of(top_k: np.ndarray, off: int, vocab: int) -> np.ndarray:
+    """vLLM's top_k values, where `off` (its vocabulary size) is off, for logits [*, vocab].
+
+    The two sizes differ where a model computes logits for padding entries.
+    """
+    return np.where(top_k >= off, vocab, np.minimum(top_k, vocab))
+
+
 @dataclass(frozen=True, slots=True)
 class RowParams:
     """One value per row, on the device of the logits.

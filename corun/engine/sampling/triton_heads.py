@@ -9,12 +9,22 @@ those whose maximum reaches a bound below the cut. Needs Triton.
 import triton
 import triton.language as tl
 
+_LINEAR_PASSES = tl.constexpr(16)
+
 
 @triton.jit
 def sortable(x):
     """fp32 -> uint32 in the same order (no NaN; -0.0 must have been turned into 0.0)."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def logit_of(key):
+    """The fp32 value of a ``sortable`` key; -inf for keys below that of -inf."""
+    key = tl.maximum(key, 0x007FFFFF)
+    bits = tl.where(key >> 31 != 0, key ^ 0x80000000, key ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -71,38 +81,50 @@ def find_cut(
 ):
     """The shortest head of the base set whose weight reaches `target`: (last key, last entry).
 
-    Searches keys in [low, high]; `low` is known to reach the target. The search takes a quarter of
-    the interval a time. Ties at the last key are kept in entry order.
+    Searches keys in [low, high]; `low` is known to reach the target. Each pass over the listed
+    groups tries three pivots: a quarter of the logits' interval apart while that is finite, later of
+    the keys', so that the search ends at a key. Ties at the last key are kept in entry order.
     """
+    passes = 0
     while low < high:
+        below, above = logit_of(low), logit_of(high)
+        width = (above - below) * 0.25
         step = (high - low) // 4 + 1
-        at_1 = 0.0
-        at_2 = 0.0
-        at_3 = 0.0
+        linear = (passes < _LINEAR_PASSES) & (below > float("-inf"))
+        key_1 = tl.where(linear, sortable(below + width + 0.0), low + step)
+        key_2 = tl.where(linear, sortable(below + 2.0 * width + 0.0), low + 2 * step)
+        key_3 = tl.where(linear, sortable(below + 3.0 * width + 0.0), low + 3 * step)
+        key_1 = tl.minimum(tl.maximum(key_1, low + 1), high)
+        key_2 = tl.minimum(tl.maximum(key_2, key_1), high)
+        key_3 = tl.minimum(tl.maximum(key_3, key_2), high)
+        at_1 = tl.zeros((rows, group), dtype=tl.float32)
+        at_2 = tl.zeros((rows, group), dtype=tl.float32)
+        at_3 = tl.zeros((rows, group), dtype=tl.float32)
         for start in range(0, listed, rows):
             logit, _number, entry, valid = load_groups(
                 row_ptr, listed_ptr, start, listed, vocab, rows, group
             )
             key, weight = weigh(logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass)
-            at_1 += tl.sum(tl.where(key >= low + step, weight, 0.0))
-            at_2 += tl.sum(tl.where(key >= low + 2 * step, weight, 0.0))
-            at_3 += tl.sum(tl.where(key >= low + 3 * step, weight, 0.0))
-        reached = (at_1 >= target).to(tl.uint32) + (at_2 >= target).to(tl.uint32)
-        reached += (at_3 >= target).to(tl.uint32)
-        next_low = low + reached * step
-        high = tl.where(reached == 3, high, tl.minimum(high, next_low + step - 1))
-        low = tl.minimum(next_low, high)
-    above = 0.0
-    ties = 0.0
+            at_1 += tl.where(key >= key_1, weight, 0.0)
+            at_2 += tl.where(key >= key_2, weight, 0.0)
+            at_3 += tl.where(key >= key_3, weight, 0.0)
+        by_1, by_2, by_3 = tl.sum(at_1) >= target, tl.sum(at_2) >= target, tl.sum(at_3) >= target
+        high = tl.where(by_3, high, tl.where(by_2, key_3, tl.where(by_1, key_2, key_1)) - 1)
+        low = tl.where(by_3, key_3, tl.where(by_2, key_2, tl.where(by_1, key_1, low)))
+        passes += 1
+    above_low = tl.zeros((rows, group), dtype=tl.float32)
+    at_low = tl.zeros((rows, group), dtype=tl.float32)
     tie_weight = 0.0
     for start in range(0, listed, rows):
         logit, _number, entry, valid = load_groups(
             row_ptr, listed_ptr, start, listed, vocab, rows, group
         )
         key, weight = weigh(logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass)
-        above += tl.sum(tl.where(key > low, weight, 0.0))
-        ties += tl.sum(((key == low) & (weight > 0.0)).to(tl.float32))
+        above_low += tl.where(key > low, weight, 0.0)
+        at_low += ((key == low) & (weight > 0.0)).to(tl.float32)
         tie_weight = tl.maximum(tie_weight, tl.max(tl.where(key == low, weight, 0.0)))
+    above = tl.sum(above_low)
+    ties = tl.sum(at_low)
     needed = tl.where(tie_weight > 0.0, tl.ceil((target - above) / tie_weight), ties)
     needed = tl.minimum(tl.maximum(needed, 1.0), tl.maximum(ties, 1.0))
     first = tl.zeros((), dtype=tl.int32)
@@ -110,7 +132,7 @@ def find_cut(
     if needed < ties:
         while first < last:
             middle = (first + last) // 2
-            count = 0.0
+            found = tl.zeros((rows, group), dtype=tl.float32)
             for start in range(0, listed, rows):
                 logit, _number, entry, valid = load_groups(
                     row_ptr, listed_ptr, start, listed, vocab, rows, group
@@ -119,8 +141,8 @@ def find_cut(
                     logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass
                 )
                 tie = (key == low) & (weight > 0.0) & (entry <= middle)
-                count += tl.sum(tie.to(tl.float32))
-            enough = count >= needed
+                found += tie.to(tl.float32)
+            enough = tl.sum(found) >= needed
             last = tl.where(enough, middle, last)
             first = tl.where(enough, first, middle + 1)
     return low, last

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0917 -- a kernel takes its pointers and sizes by position
 """Philox words and exponential noise inside Triton kernels. Needs Triton."""
 
 import torch

@@ -167,9 +167,13 @@ def _finish_rows(
     leader = tl.exp2((maxima - top) * scale)
     total = tl.sum(mass * leader)
     weights = tl.where(inside, tl.where(by_mass, leader, 1.0), 0.0)
+    # Entries this far below the top weigh less than 1 - p together, however many there are.
+    depth = (tl.log2(vocab * 1.0) - tl.log2(tl.maximum(1.0 - top_p, 1e-30))) / scale
+    deep = sortable(tl.where(top_p < 1.0, top - depth, float("-inf")) + 0.0)
     bound = tl.zeros((), dtype=tl.uint32)
     if by_mass | (top_k < vocab):
         bound = bound_below(keys, weights, tl.where(by_mass, top_p * total, top_k.to(tl.float32)))
+    bound = tl.where(by_mass, tl.maximum(bound, deep), bound)
     reach = inside & (keys >= bound) & ((maxima - top) * scale >= floor)
     place = tl.cumsum(reach.to(tl.int32), axis=0) - 1
     listed = tl.sum(reach.to(tl.int32))
@@ -185,7 +189,7 @@ def _finish_rows(
         )  # fmt: skip
     if top_p < 1.0:
         if not by_mass:
-            total = 0.0
+            masses = tl.zeros((rows, group), dtype=tl.float32)
             for start in range(0, listed, rows):
                 logit, _number, entry, valid = load_groups(
                     row_ptr, row_listed_ptr, start, listed, vocab, rows, group
@@ -193,10 +197,11 @@ def _finish_rows(
                 _key, weight = weigh(
                     logit, entry, valid, top, scale, floor, cut_key, cut_entry, True
                 )
-                total += tl.sum(weight)
+                masses += weight
+            total = tl.sum(masses)
         cut_key, cut_entry = find_cut(
             row_ptr, row_listed_ptr, listed, vocab, top, scale, floor, cut_key, cut_entry,
-            True, top_p * total, tl.maximum(bound, cut_key), high, rows, group,
+            True, top_p * total, tl.maximum(tl.maximum(bound, cut_key), deep), high, rows, group,
         )  # fmt: skip
 
     seed = tl.load(seeds_ptr + row)

@@ -31,7 +31,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from corun.engine.sampling.core import all_rows, processed_logits, sample_rows, warm_up
 from corun.engine.sampling.logprobs import OwnEntries, RowScores, score_table
-from corun.engine.sampling.params import RowParams, to_device
+from corun.engine.sampling.params import RowParams, to_device, top_k_of
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _BATCH = "vllm.v1.worker.gpu_input_batch"
@@ -178,7 +178,7 @@ class CoRunSampler(Sampler):
                     vocab,
                     device,
                     temperature=batch.temperature_cpu[:n],
-                    top_k=np.minimum(batch.top_k_cpu[:n], vocab),
+                    top_k=top_k_of(batch.top_k_cpu[:n], batch.vocab_size, vocab),
                     top_p=batch.top_p_cpu[:n],
                     min_p=_min_p(given)[:n],
                     seeds=self._seeds(batch.req_ids[:n]),

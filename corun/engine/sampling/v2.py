@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
 from corun.engine.sampling.core import all_rows, processed_logits, sample_rows, warm_up
 from corun.engine.sampling.logprobs import OwnEntries, RowScores, score_table
-from corun.engine.sampling.params import RowParams
+from corun.engine.sampling.params import RowParams, top_k_of
 
 _SAMPLE = "vllm.v1.worker.gpu.sample"
 SEAMS: tuple[tuple, ...] = (
@@ -164,7 +164,7 @@ class CoRunSampler(Sampler):
                     vocab,
                     logits.device,
                     temperature=states.temperature.np[slots],
-                    top_k=np.minimum(states.top_k.np[slots], vocab),
+                    top_k=top_k_of(states.top_k.np[slots], states.vocab_size, vocab),
                     top_p=states.top_p.np[slots],
                     min_p=states.min_p.np[slots],
                     seeds=states.seeds.np[slots],
