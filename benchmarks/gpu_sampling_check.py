@@ -297,6 +297,10 @@ def vllm_paths(work, temperature, top_k, top_p, flashinfer):
             "vLLM V1 unseeded": lambda: v1(top_k, top_p),
             "vLLM V2": lambda: v2(top_k, top_p),
         },
+        "top_p=0.9": {
+            "vLLM V1 unseeded": lambda: v1(None, top_p),
+            "vLLM V2": lambda: v2(None, top_p),
+        },
         "plain, seeded": {"vLLM V1 seeded": lambda: v1(seeded=True)},
     }
     if flashinfer:

@@ -15,6 +15,7 @@ from corun.engine.seams import vllm_version
 SEAMS = (
     ("vllm.config", "VllmConfig"),
     ("vllm.platforms", "current_platform.get_device_name"),
+    ("vllm.model_executor.model_loader.base_loader", "process_weights_after_loading"),
 )
 
 _CHUNK = 1 << 24
@@ -44,13 +45,46 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     return _int64(total)
 
 
-def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 (hex, 16 digits) over every parameter's name, shape, dtype and checksum."""
-    h = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        row = [name, list(parameter.shape), str(parameter.dtype), tensor_checksum(parameter.data)]
-        h.update(json.dumps(row).encode())
-    return h.hexdigest()[:16]
+def checksums(model: torch.nn.Module) -> dict[str, list]:
+    """[shape, dtype, checksum] of every parameter of `model`, by name."""
+    return {
+        name: [list(p.shape), str(p.dtype), tensor_checksum(p.data)]
+        for name, p in model.named_parameters()
+    }
+
+
+def weights_digest(model: torch.nn.Module, as_loaded: dict[str, list]) -> str:
+    """SHA-256 (hex, 16 digits) over every parameter's name, shape, dtype and checksum.
+
+    as_loaded: ``checksums`` from before vLLM repacked weights (``note_loaded``). They stand in for
+    parameters that are empty now; all others are read as they are, since a trainer may change them.
+    """
+    now = checksums(model)
+    missing = [n for n, row in now.items() if 0 in row[0] and n not in as_loaded]
+    if missing:
+        raise RuntimeError(
+            f"CoRun cannot name the weights: vLLM emptied {len(missing)} parameters, such as "
+            f"{missing[0]}, before they were read"
+        )
+    rows = {name: as_loaded[name] if 0 in row[0] else row for name, row in now.items()}
+    return _hash(rows)
+
+
+def note_loaded(into: dict[str, list]) -> None:
+    """Have vLLM's next model load leave its ``checksums`` in `into`, before weights are repacked.
+
+    vLLM's CPU build moves the weights of linear layers into kernels and empties the parameters.
+    """
+    from vllm.model_executor.model_loader import base_loader
+
+    process = base_loader.process_weights_after_loading
+
+    def noted(model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        base_loader.process_weights_after_loading = process
+        into.update(checksums(model))
+        process(model, *args, **kwargs)
+
+    base_loader.process_weights_after_loading = noted
 
 
 def _hash(value: Any) -> str:
@@ -69,7 +103,7 @@ def _software() -> dict[str, Any]:
     return {
         "corun": __version__,
         "vllm": vllm_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "triton": triton_version,
     }
@@ -90,13 +124,16 @@ def _device() -> dict[str, Any]:
 def describe(
     vllm_config: Any,
     model: torch.nn.Module,
+    *,
     plan: dict[str, Any],
     runner: str,
     attention: list[str],
+    as_loaded: dict[str, list],
 ) -> dict[str, Any]:
     """The domain as JSON values; ``corun.contract.fingerprint`` names it.
 
     plan: the plan's mapping. runner: V1, V2 or CPU. attention: names of the backends in use.
+    as_loaded: see ``weights_digest``.
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     compilation, cache = vllm_config.compilation_config, vllm_config.cache_config
@@ -109,7 +146,7 @@ def describe(
         "max_prefill_tokens": plan["max_prefill_tokens"],
         "decode_graph": plan["decode_graph"],
         "model": _hash(hf),
-        "weights": weights_digest(model),
+        "weights": weights_digest(model, as_loaded),
         "dtype": str(model_config.dtype),
         "max_model_len": model_config.max_model_len,
         "logprobs_mode": str(model_config.logprobs_mode),

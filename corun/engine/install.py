@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.engine.core import EngineCore
 
 from corun.config import CoRunConfig
-from corun.engine import admission, arguments, http, seeds
+from corun.engine import admission, arguments, http, random_weights, seeds
 
 SEAMS = (("vllm.v1.engine.core", "EngineCore.__init__", ("vllm_config",)),)
 
@@ -39,4 +39,5 @@ def install() -> None:
     admission.install()
     seeds.install()
     http.install_http()
+    random_weights.install()
     _install_guard()

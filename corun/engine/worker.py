@@ -20,6 +20,7 @@ from corun.engine.seeds import take_seed
 from corun.plan import DECODE, PREFILL, Plan, StepShape
 
 SEAMS: tuple[tuple, ...] = (
+    ("vllm.v1.worker.gpu_worker", "Worker.load_model"),
     ("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", ("kv_cache_config",)),
     ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"),
     ("vllm.v1.worker.gpu_worker", "Worker.execute_model", ("scheduler_output",)),
@@ -42,6 +43,13 @@ class CoRunWorkerMixin:
     """CoRun over vLLM's worker (GPU or CPU)."""
 
     _corun_audit: StepAudit | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's; on a CPU it also notes the weights before they are repacked."""
+        self._corun_as_loaded: dict[str, list] = {}
+        if current_platform.is_cpu():
+            domain.note_loaded(self._corun_as_loaded)
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's, then one split for decode attention and one order for all-reduces."""
@@ -110,9 +118,10 @@ class CoRunWorkerMixin:
             "domain": domain.describe(
                 self.vllm_config,  # type: ignore[attr-defined]
                 self.model_runner.model,  # type: ignore[attr-defined]
-                plan,
-                runner,
-                self._corun_backends,
+                plan=plan,
+                runner=runner,
+                attention=self._corun_backends,
+                as_loaded=self._corun_as_loaded,
             ),
         }
 

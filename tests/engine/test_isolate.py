@@ -30,7 +30,9 @@ def runner(llm):
 
 def bits(output):
     sample = output.outputs[0]
-    values = [step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs)]
+    values = [
+        step[token].logprob for token, step in zip(sample.token_ids, sample.logprobs, strict=True)
+    ]
     return list(sample.token_ids), np.array(values, dtype=np.float32).view(np.uint32).tolist()
 
 
@@ -66,7 +68,7 @@ def test_padding_rows_write_no_kv(llm):
     generate(llm, [prompt], max_tokens=20, ignore_eos=True)
     changed = {
         int(block)
-        for cache, old in zip(caches, before)
+        for cache, old in zip(caches, before, strict=True)
         for block in torch.nonzero((cache != old).flatten(1).any(1)).flatten()
     }
     length = len(llm.get_tokenizer().encode(prompt)) + 20
@@ -81,7 +83,7 @@ def test_unseeded_outputs_report_a_seed_that_replays_them(llm):
     assert sampling.seed is None
     seeds = [o.outputs[0].seed for o in (first, second)]
     assert seeds[0] != seeds[1]
-    for output, seed in zip((first, second), seeds):
+    for output, seed in zip((first, second), seeds, strict=True):
         again = generate(llm, [PROMPTS[0]], temperature=1.0, max_tokens=16, logprobs=0, seed=seed)
         assert bits(again[0]) == bits(output)
 

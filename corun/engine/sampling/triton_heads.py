@@ -82,8 +82,8 @@ def find_cut(
     """The shortest head of the base set whose weight reaches `target`: (last key, last entry).
 
     Searches keys in [low, high]; `low` is known to reach the target. Each pass over the listed
-    groups tries three pivots: a quarter of the logits' interval apart while that is finite, later of
-    the keys', so that the search ends at a key. Ties at the last key are kept in entry order.
+    groups tries three pivots: a quarter of the logits' interval apart while that is finite, later
+    a quarter of the keys', so that the search ends at a key. Ties are kept in entry order.
     """
     passes = 0
     while low < high:

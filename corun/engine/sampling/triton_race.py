@@ -170,6 +170,7 @@ def _finish_rows(
     # Entries this far below the top weigh less than 1 - p together, however many there are.
     depth = (tl.log2(vocab * 1.0) - tl.log2(tl.maximum(1.0 - top_p, 1e-30))) / scale
     deep = sortable(tl.where(top_p < 1.0, top - depth, float("-inf")) + 0.0)
+    deep = tl.minimum(deep, high)  # in a row of -inf alone the top is below any depth
     bound = tl.zeros((), dtype=tl.uint32)
     if by_mass | (top_k < vocab):
         bound = bound_below(keys, weights, tl.where(by_mass, top_p * total, top_k.to(tl.float32)))

@@ -1,0 +1,87 @@
+"""The GPU sampler's kernels against the CPU's: on a GPU, or anywhere with TRITON_INTERPRET=1."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from corun.engine.sampling import cpu_race, philox, triton_noise, triton_race, triton_scores  # noqa: E402
+from corun.engine.sampling.core import processed_logits  # noqa: E402
+from corun.engine.sampling.logprobs import GROUP, RowScores  # noqa: E402
+from corun.engine.sampling.params import RowParams  # noqa: E402
+
+CPU, DEVICE = torch.device("cpu"), torch.device("cpu" if INTERPRETED else "cuda")
+# temperature, top_k (0: off), top_p, min_p: greedy, plain, each filter, together, wide and narrow
+KINDS = [
+    (0, 0, 1, 0),
+    (1, 0, 1, 0),
+    (0.6, 0, 1, 0),
+    (1, 50, 1, 0),
+    (1, 0, 0.9, 0),
+    (1, 50, 0.9, 0),
+    (1, 1, 1, 0),
+    (0.5, 0, 1, 0.1),
+    (2, 300, 0.999, 0),
+    (1, 0, 0.3, 0.05),
+    (3, 0, 0.9999, 0),
+    (0.001, 0, 1, 0),
+]
+
+
+def params(vocab, device):
+    t, k, p, m = np.array(KINDS).T
+    top_k = np.where(k == 0, vocab, np.minimum(k, vocab)).astype(int)
+    seeds = np.arange(len(KINDS)) * 977 - 3
+    return RowParams.build(
+        len(KINDS), vocab, device, temperature=t, top_k=top_k, top_p=p, min_p=m, seeds=seeds
+    )
+
+
+def rows(vocab, kind):
+    logits = torch.randn(len(KINDS), vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    if kind == "masked":
+        logits[:, ::2] = -torch.inf
+        logits[5] = logits[4] = -torch.inf
+    if kind == "flat":
+        logits = logits * 0 - 0.0
+    return logits
+
+
+def test_words():
+    seeds, positions = torch.tensor([1, -5, 2**62, -(2**63)]), torch.tensor([0, 7, 2**35, 2**31])
+    found = triton_noise.noise_words(seeds.to(DEVICE), positions.to(DEVICE), 1003)
+    assert torch.equal(found.cpu(), philox.noise_words(seeds, positions, 1003))
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "masked", "flat"])
+@pytest.mark.parametrize("vocab", [333, 4100])
+def test_draw(vocab, kind):
+    logits, positions = rows(vocab, kind), torch.arange(len(KINDS)) * 1001
+    p = params(vocab, CPU)
+    found = triton_race.race(logits.to(DEVICE), params(vocab, DEVICE), positions.to(DEVICE))
+    token, *cut = (x.cpu() for x in found)
+    expected, *expected_cut = cpu_race.race(logits, p, positions)
+    assert torch.equal(token, expected)
+    assert torch.equal(
+        processed_logits(logits, p, *cut), processed_logits(logits, p, *expected_cut)
+    )
+
+
+def test_scores():
+    logits = rows(4100, "ties")
+    tokens = torch.arange(len(KINDS)) * 7
+    found = triton_scores.row_scores(logits.to(DEVICE), tokens.to(DEVICE), GROUP)
+    top, log_sum, rank, leaders = (x.cpu() for x in found)
+    expected = RowScores(logits, tokens)
+    assert torch.equal(top, logits.amax(dim=-1))
+    assert torch.equal(rank, expected.rank)
+    assert torch.equal(leaders, expected._leaders)
+    torch.testing.assert_close(top + log_sum, logits.logsumexp(dim=-1))  # other sums, other bits
