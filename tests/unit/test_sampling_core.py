@@ -276,6 +276,11 @@ def test_ties_go_to_the_lower_entry():
     assert RowScores(logits, torch.tensor([0])).top(7).tolist() == [[1, 2, 3, 6, 0, 4, 5]]
 
 
+def test_rank_counts_every_entry_at_least_as_high():
+    logits = torch.tensor([[1.0, 5.0, 5.0, 2.0]]).expand(4, 4)
+    assert RowScores(logits, torch.arange(4)).rank.tolist() == [4, 2, 2, 3]
+
+
 def test_masked_entries_are_never_drawn():
     logits = torch.full((400, 50), -INF)
     logits[:, [3, 17, 49]] = torch.tensor([0.0, 1.0, 2.0])

@@ -128,7 +128,8 @@ def find_cut(
     needed = tl.where(tie_weight > 0.0, tl.ceil((target - above) / tie_weight), ties)
     needed = tl.minimum(tl.maximum(needed, 1.0), tl.maximum(ties, 1.0))
     first = tl.zeros((), dtype=tl.int32)
-    last = first + (vocab - 1)
+    # Among ties with the base set's last entry, those after it never belonged.
+    last = tl.where(low == base_key, tl.minimum(base_cut, vocab - 1), first + (vocab - 1))
     if needed < ties:
         while first < last:
             middle = (first + last) // 2

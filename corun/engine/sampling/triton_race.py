@@ -174,7 +174,7 @@ def _finish_rows(
     bound = tl.zeros((), dtype=tl.uint32)
     if by_mass | (top_k < vocab):
         bound = bound_below(keys, weights, tl.where(by_mass, top_p * total, top_k.to(tl.float32)))
-    bound = tl.where(by_mass, tl.maximum(bound, deep), bound)
+    bound = tl.minimum(tl.where(by_mass, tl.maximum(bound, deep), bound), high)
     reach = inside & (keys >= bound) & ((maxima - top) * scale >= floor)
     place = tl.cumsum(reach.to(tl.int32), axis=0) - 1
     listed = tl.sum(reach.to(tl.int32))
