@@ -242,6 +242,12 @@ def _unsupported(vllm_config: Any) -> str | None:
             f"it has state-space layers, and {_UNTESTED}",
         ),
         (
+            parallel.distributed_executor_backend == "external_launcher"
+            and parallel.tensor_parallel_size > 1,
+            "under an external launcher each rank has a front end of its own, and would draw its "
+            "own seeds",
+        ),
+        (
             parallel.data_parallel_size > 1 and model.is_moe,
             "data-parallel MoE models exchange tokens between replicas",
         ),

@@ -151,3 +151,11 @@ def test_quantization_from_the_model_is_refused_too(model, monkeypatch):
     config.model_config.quantization = "fp8"
     with pytest.raises(ValueError, match="quantization fp8"):
         arguments.check_config(config, arguments.settle(args(model), ISOLATE))
+
+
+def test_ranks_that_would_draw_their_own_seeds_are_refused(model):
+    config = args(model).create_engine_config()
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(ValueError, match="external launcher"):
+        arguments.check_config(config, arguments.settle(args(model), ISOLATE))
