@@ -1,11 +1,13 @@
 """corun.LLM: vLLM's offline ``LLM`` with CoRun on."""
 
+import os
 from typing import Any
 
 import vllm
 
 from corun.config import CoRunConfig
 from corun.contract import fingerprint
+from corun.engine.plugins import ensure_plugin
 from corun.plugin import register
 
 
@@ -20,6 +22,8 @@ class LLM(vllm.LLM):
     def __init__(self, model: str, *, corun: CoRunConfig | str = "auto", **kwargs: Any) -> None:
         config = CoRunConfig(policy=corun) if isinstance(corun, str) else corun
         register()
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") != "0":
+            ensure_plugin(os.environ)  # the engine core is a process of its own
         additional = {**(kwargs.pop("additional_config", None) or {}), "corun": config.to_mapping()}
         super().__init__(model, additional_config=additional, **kwargs)
 
