@@ -16,6 +16,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from corun.engine.arguments import ASYNC_SCHEDULER, SCHEDULER
 from corun.schedule.isolate import refusal
 from corun.schedule.ledger import KVGeometry
 
@@ -30,9 +31,7 @@ SEAMS = (
     ("vllm.v1.engine.llm_engine", "LLMEngine.add_request"),
 )
 
-SCHEDULERS = frozenset(
-    {"corun.engine.scheduler.IsolateScheduler", "corun.engine.scheduler.AsyncIsolateScheduler"}
-)
+SCHEDULERS = frozenset({SCHEDULER, ASYNC_SCHEDULER})
 _UTILITY = "corun_kv_geometry"  # a method of EngineCore, callable from its front ends
 _GEOMETRY = "corun_kv_geometry"  # an attribute of an InputProcessor: KVGeometry
 
