@@ -2,6 +2,7 @@
 
     python -m benchmarks.models qwen3-8b DIRECTORY
 
+NAME:N cuts a shape to its first N layers, as in deepseek-v3:4.
 No weights are downloaded: an engine fills such a model with random ones (``--random-weights``).
 """
 
@@ -87,6 +88,59 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 48,
         "num_key_value_heads": 4,
     },
+    # The smallest common shape with heads of 64.
+    "llama-3.2-1b": _LLAMA
+    | {
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+    },
+    # bf16, not FP8: for its attention (MLA), in a few layers. The fourth is its first with experts.
+    "deepseek-v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129280,
+    },
     # Not a published model: small enough for a CPU test.
     "tiny-llama": _LLAMA
     | {
@@ -103,18 +157,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_config(name: str, directory: Path) -> Path:
-    """Write the config.json of shape `name` (see SHAPES) into `directory`, and return that."""
-    if name not in SHAPES:
-        raise ValueError(f"no model shape {name!r}; there are {', '.join(SHAPES)}")
+    """Write the config.json of shape `name` into `directory`, and return that.
+
+    name: one of SHAPES, or NAME:N for its first N layers. ValueError for any other.
+    """
+    shape, _, layers = name.partition(":")
+    if shape not in SHAPES or (layers and not (layers.isdigit() and int(layers))):
+        raise ValueError(
+            f"no model shape {name!r}; there are {', '.join(SHAPES)}, or NAME:N for N layers"
+        )
+    config = dict(SHAPES[shape])
+    if layers:
+        config["num_hidden_layers"] = int(layers)
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(SHAPES[name], indent=2) + "\n")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return directory
 
 
 def main() -> None:
     """Write one directory."""
     parser = argparse.ArgumentParser(description="Write a model directory with only a config.json.")
-    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("name", help=f"{', '.join(SHAPES)}, or NAME:N for N layers")
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()
     print(write_config(args.name, args.directory))

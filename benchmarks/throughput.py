@@ -22,7 +22,7 @@ ROWS, TOKENS = 256, 8192
 
 
 def _child_environment(mode: str) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("CORUN_")}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CORUN_") or k == "CORUN_CACHE"}
     env |= {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -43,9 +43,10 @@ def _engine(mode: str, model_dir: str, args: argparse.Namespace):
     from corun.verify.engine import open_engine
 
     policy = mode.partition("@")[0]
+    plain = policy in ("std", "bi")
     return open_engine(
         model_dir,
-        CoRunConfig(policy="off" if policy in ("std", "bi") else policy),
+        CoRunConfig("off" if plain else policy, certificate=None if plain else args.certificate),
         random_weights=args.random_weights,
         max_num_seqs=args.rows,
         max_num_batched_tokens=args.tokens,
@@ -152,6 +153,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--memory", type=float, default=0.85)
+    parser.add_argument(
+        "--certificate", help="a certificate's file; 'measure': unproven; default: the kept one"
+    )
     parser.add_argument("--timeout", type=float, default=240)
     parser.add_argument("--check", action="store_true", help="also compare alone and in a batch")
     parser.add_argument("--no-random-weights", dest="random_weights", action="store_false")

@@ -29,6 +29,9 @@ COMMANDS = {
     "generate": Command("corun.commands.generate", "answer a JSONL file of prompts, reproducibly"),
     "serve": Command("corun.commands.serve", "vLLM's OpenAI-compatible server, held to a policy"),
     "verify": Command("corun.commands.verify", "check that outputs do not depend on co-runners"),
+    "certify": Command(
+        "corun.commands.certify", "measure which shapes give the same bits on this machine"
+    ),
     "localize": Command("corun.commands.localize", "find the module where plain vLLM diverges"),
     "doctor": Command("corun.commands.doctor", "what is installed, and which policy would run"),
 }

@@ -2,7 +2,7 @@
 
 Sources, strongest first: keywords (``corun.LLM(corun=...)``), ``additional_config["corun"]`` (what
 ``vllm serve --additional-config`` sets), then the environment (``CORUN_POLICY``, ``CORUN_STRICT``,
-``CORUN_STEP_LOG``). Nothing given anywhere means that CoRun stays off.
+``CORUN_STEP_LOG``, ``CORUN_CERTIFICATE``). Nothing given anywhere means that CoRun stays off.
 """
 
 import os
@@ -12,6 +12,7 @@ from typing import Any
 
 POLICIES = ("auto", "isolate", "pack", "certified", "off")
 ENV_PREFIX = "CORUN_"
+MEASURE = "measure"
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
 
@@ -22,11 +23,14 @@ class CoRunConfig:
     policy: one of ``POLICIES``; see docs/contract.md.
     strict: stop the engine at the first step outside the plan (True), or only count it (False).
     step_log: a file that receives one JSON line for each executed step; None for no log.
+    certificate: a certificate's file; None for the one that ``corun certify`` keeps for this
+        machine. MEASURE: start unproven, to be measured (what ``corun certify`` itself does).
     """
 
     policy: str = "auto"
     strict: bool = True
     step_log: str | None = None
+    certificate: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -35,8 +39,10 @@ class CoRunConfig:
             )
         if not isinstance(self.strict, bool):
             raise ValueError(f"CoRun's 'strict' is true or false, not {self.strict!r}")
-        if self.step_log is not None and not isinstance(self.step_log, str):
-            raise ValueError(f"CoRun's 'step_log' is a file's path, not {self.step_log!r}")
+        for name in ("step_log", "certificate"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"CoRun's {name!r} is a file's path, not {value!r}")
 
     @property
     def enabled(self) -> bool:
@@ -74,6 +80,8 @@ class CoRunConfig:
             config = replace(config, strict=strict in _TRUE)
         if step_log := env.get(ENV_PREFIX + "STEP_LOG", "").strip():
             config = replace(config, step_log=step_log)
+        if certificate := env.get(ENV_PREFIX + "CERTIFICATE", "").strip():
+            config = replace(config, certificate=certificate)
         return config
 
     def to_mapping(self) -> dict[str, Any]:

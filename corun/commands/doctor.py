@@ -142,9 +142,9 @@ def _policy(
         problems.append(str(e))
         return {"asked": asked, "runs": None, "reason": str(e)}
     try:
-        from corun.engine.arguments import choose_policy
+        from corun.engine.choose import without_model
 
-        runs, reason = choose_policy(config)
+        runs, reason = without_model(config.policy)
     except ImportError as e:  # "vllm" and "seams" say more
         runs, reason = None, f"cannot tell: {e}"
     except ValueError as e:

@@ -17,8 +17,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from corun.engine.arguments import ASYNC_SCHEDULER, SCHEDULER
-from corun.schedule.isolate import refusal
 from corun.schedule.ledger import KVGeometry
+from corun.schedule.refusal import refusal
 
 SEAMS = (
     ("vllm.exceptions", "VLLMValidationError"),

@@ -8,125 +8,66 @@ known there.
 """
 
 import functools
+import os
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from corun.config import CoRunConfig, resolve
-from corun.engine import environment
+from corun.config import MEASURE, CoRunConfig, resolve
+from corun.engine import compilation, environment, gemm, refusals
+from corun.engine.choose import choose
+from corun.engine.refusals import (
+    ASYNC_SCHEDULER,
+    CPU_WORKER,
+    GPU_WORKER,
+    SCHEDULER,
+    UNTESTED,
+    refuse,
+)
+from corun.engine.subject import subject
 from corun.plan import Plan
 
 logger = init_logger("vllm.corun")
 
 SEAMS = (
     ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("usage_context",)),
-    ("vllm.config", "CUDAGraphMode.FULL_DECODE_ONLY"),
-    ("vllm.config", "CompilationConfig.cudagraph_capture_sizes"),
+    ("vllm.config", "SchedulerConfig.max_num_scheduled_tokens"),
 )
 
-PLAN_KEY = "corun_plan"
+PLAN_KEY, SUBJECT_KEY = "corun_plan", "corun_subject"
+_ASKED, _BATCHED = "corun_asked_tokens", "corun_batched_tokens"
 # The same on every entry point (vLLM's own defaults differ between LLM and the server), so that a
 # request asked offline and one asked over HTTP are in one domain.
-GPU_ROWS, GPU_PREFILL_TOKENS = 256, 8192
-CPU_ROWS, CPU_PREFILL_TOKENS = 32, 2048
-
-SCHEDULER = "corun.engine.scheduler.IsolateScheduler"
-ASYNC_SCHEDULER = "corun.engine.scheduler.AsyncIsolateScheduler"
-GPU_WORKER = "corun.engine.worker.CoRunGPUWorker"
-CPU_WORKER = "corun.engine.cpu_worker.CoRunCPUWorker"
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An engine argument that ``isolate`` cannot keep its contract with.
-
-    name: the EngineArgs field. why: the reason, completing "... because". allowed: values that are
-    fine, besides the field's own default.
-    """
-
-    name: str
-    why: str
-    allowed: tuple = (None, False, 0)
-
-
-_UNTESTED = "it has not been tested under CoRun"
-REFUSED: tuple[Refusal, ...] = (
-    Refusal("enable_prefix_caching", "a cache hit changes the shape of the prefill"),
-    Refusal("speculative_config", "accepted drafts change the shape of a step"),
-    Refusal("spec_method", "accepted drafts change the shape of a step"),
-    Refusal("spec_model", "accepted drafts change the shape of a step"),
-    Refusal("spec_tokens", "accepted drafts change the shape of a step"),
-    Refusal("diffusion_config", "diffusion models do not decode one token a step"),
-    Refusal("enable_lora", _UNTESTED),
-    Refusal("default_mm_loras", _UNTESTED),
-    Refusal("enable_eplb", "moving experts between devices changes shapes with the load"),
-    Refusal("enable_elastic_ep", "moving experts between devices changes shapes with the load"),
-    Refusal("enable_expert_parallel", "tokens of all requests are exchanged between devices"),
-    Refusal("enable_dbo", "splitting a batch in two depends on its co-runners"),
-    Refusal("pipeline_parallel_size", _UNTESTED, (None, 1)),
-    Refusal("prefill_context_parallel_size", _UNTESTED, (None, 1)),
-    Refusal("decode_context_parallel_size", _UNTESTED, (None, 1)),
-    Refusal("kv_transfer_config", "KV from elsewhere was made under shapes that CoRun cannot see"),
-    Refusal("ec_transfer_config", _UNTESTED),
-    Refusal("kv_offloading_size", "a KV hit changes the shape of the prefill"),
-    Refusal("kv_sharing_fast_prefill", _UNTESTED),
-    Refusal("logits_processors", "CoRun cannot know whether they look at other requests' rows"),
-    Refusal("quantization", _UNTESTED),
-    Refusal("calculate_kv_scales", "scales computed from a batch depend on its requests"),
-    Refusal("use_fp64_gumbel", "CoRun draws its own random numbers"),
-    Refusal("max_num_partial_prefills", "CoRun prefills one request at a time", (None, 1)),
-    Refusal("long_prefill_token_threshold_adaptive", "chunks would depend on co-runners"),
-    Refusal("return_sampling_mask", _UNTESTED),
-    Refusal("enable_trace_replay", _UNTESTED),
-    Refusal("watermark_config", _UNTESTED),
-    Refusal("enable_hc_sp", _UNTESTED),
-    Refusal("scheduler_cls", "CoRun brings its own scheduler", (None, SCHEDULER, ASYNC_SCHEDULER)),
-    Refusal("worker_cls", "CoRun brings its own worker", (None, "auto", GPU_WORKER, CPU_WORKER)),
-)
+GPU_ROWS, GPU_TOKENS = 256, 8192
+CPU_ROWS, CPU_TOKENS = 32, 2048
 
 # Defaults that are switched off, with one log line: (field, value).
 SWITCHED_OFF: tuple[tuple[str, Any], ...] = (
-    ("enable_prefix_caching", False),
     ("disable_cascade_attn", True),
     ("enable_batch_sharded_sampling", False),
 )
 
 
-def _default(args: EngineArgs, name: str) -> Any:
-    for f in fields(args):
-        if f.name == name:
-            return f.default if f.default is not MISSING else f.default_factory()  # type: ignore
-    raise AttributeError(name)
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The plan, and ``max_num_batched_tokens`` as vLLM's own config must end up with it."""
 
-
-def _refuse(setting: str, value: Any, why: str) -> None:
-    raise ValueError(
-        f"CoRun cannot run with {setting}={value!r}, because {why}. "
-        f"Remove that setting, or turn CoRun off (policy 'off')"
-    )
-
-
-def choose_policy(config: CoRunConfig) -> tuple[str, str]:
-    """The policy that runs for what was asked, and why, in one sentence."""
-    if config.policy == "auto":
-        return "isolate", "no certificate says that more shapes are safe, and isolate needs none"
-    if config.policy in ("pack", "certified"):
-        raise ValueError(
-            f"the policy {config.policy!r} needs a certificate of this machine's shape classes, "
-            "which this version of CoRun cannot make yet; use 'isolate' or 'auto'"
-        )
-    return config.policy, "you asked for it"
+    plan: Plan
+    batched_tokens: int
 
 
 def _rows_and_tokens(args: EngineArgs) -> tuple[int, int]:
     on_cpu = current_platform.is_cpu()
     rows = args.max_num_seqs or (CPU_ROWS if on_cpu else GPU_ROWS)
-    tokens = args.max_num_batched_tokens or (CPU_PREFILL_TOKENS if on_cpu else GPU_PREFILL_TOKENS)
-    if not args.max_num_batched_tokens:
+    given = args.max_num_batched_tokens
+    if given and given == getattr(args, _BATCHED, None):  # settled before, by CoRun itself
+        given = getattr(args, _ASKED)
+    tokens = given or (CPU_TOKENS if on_cpu else GPU_TOKENS)
+    if not given:
         tokens = max(tokens, rows)
     if tokens < rows:
         raise ValueError(
@@ -136,94 +77,69 @@ def _rows_and_tokens(args: EngineArgs) -> tuple[int, int]:
     return rows, tokens
 
 
-def _settle_graphs(args: EngineArgs, rows: int) -> bool:
-    """FULL_DECODE_ONLY graphs with the one capture size `rows`. Returns whether graphs are used."""
-    from vllm.config import CUDAGraphMode
-
-    compilation = args.compilation_config
-    mode = compilation.cudagraph_mode
-    if args.enforce_eager or current_platform.is_cpu() or mode == CUDAGraphMode.NONE:
-        return False
-    if mode not in (None, CUDAGraphMode.FULL_DECODE_ONLY):
-        _refuse(
-            "compilation_config.cudagraph_mode", mode.name, "decode must replay its one graph alone"
-        )
-    for holder, name in (
-        (args, "cudagraph_capture_sizes"),
-        (compilation, "cudagraph_capture_sizes"),
-        (args, "max_cudagraph_capture_size"),
-        (compilation, "max_cudagraph_capture_size"),
-    ):
-        value = getattr(holder, name)
-        if value not in (None, rows, [rows]):
-            _refuse(name, value, f"the one captured size is max_num_seqs ({rows})")
-    compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    args.cudagraph_capture_sizes = None
-    args.max_cudagraph_capture_size = None
-    compilation.max_cudagraph_capture_size = None
-    compilation.cudagraph_capture_sizes = [rows]
-    return True
+def _settle_prefix_caching(args: EngineArgs, plan: Plan, changed: list[str]) -> None:
+    if plan.grants.prefix_cache:
+        return
+    if args.enable_prefix_caching:
+        why = "a cache hit changes the shape of the prefill"
+        if plan.certified:
+            why += ", and the certificate does not show that this changes nothing"
+        refuse("enable_prefix_caching", True, why)
+    if args.enable_prefix_caching is None:
+        changed.append("enable_prefix_caching=False")
+    args.enable_prefix_caching = False
 
 
-def _settle_passes(args: EngineArgs) -> None:
-    passes = args.compilation_config.pass_config
-    for name in ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms"):
-        if not hasattr(passes, name):
-            continue
-        if getattr(passes, name):
-            _refuse(
-                f"compilation_config.pass_config.{name}", True, "it replaces the fixed all-reduce"
-            )
-        setattr(passes, name, False)
-    attention = args.attention_config
-    if getattr(attention, "flash_attn_max_num_splits_for_cuda_graph", None) is not None:
-        attention.flash_attn_max_num_splits_for_cuda_graph = 1
-
-
-def settle(args: EngineArgs, config: CoRunConfig) -> Plan:
-    """Put the plan into `args`, in place. ValueError names a setting that breaks the contract."""
-    policy, reason = choose_policy(config)
-    for refusal in REFUSED:
-        value = getattr(args, refusal.name, None)
-        if value in refusal.allowed or not hasattr(args, refusal.name):
-            continue
-        if refusal.name == "enable_prefix_caching" or value != _default(args, refusal.name):
-            _refuse(refusal.name, value, refusal.why)
-    if args.kv_cache_dtype not in ("auto", "bfloat16", "float16"):
-        _refuse("kv_cache_dtype", args.kv_cache_dtype, _UNTESTED)
-    environment.settle()
-    changed = []
+def _switch_off(args: EngineArgs, changed: list[str]) -> None:
     for name, value in SWITCHED_OFF:
         if hasattr(args, name) and getattr(args, name) != value:
             if name == "disable_cascade_attn" and args.disable_cascade_attn is None:
                 continue  # vLLM 0.32 has no cascade attention left, and warns about the setting
             setattr(args, name, value)
             changed.append(f"{name}={value}")
+
+
+def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
+    """Put the plan into `args`, in place. ValueError names a setting that breaks the contract."""
+    refusals.check(args)
+    environment.settle()
     rows, tokens = _rows_and_tokens(args)
-    args.max_num_seqs, args.max_num_batched_tokens = rows, tokens
-    graph = _settle_graphs(args, rows)
-    _settle_passes(args)
+    batched = compilation.tokens_compiled_for(args, tokens, GPU_TOKENS)
+    plan = choose(config, args, rows, tokens, batched)
+    if not plan.certified:
+        batched = tokens
+    elif not current_platform.is_cpu():
+        gemm.settle(os.environ)
+    changed: list[str] = []
+    _settle_prefix_caching(args, plan, changed)
+    _switch_off(args, changed)
+    args.max_num_seqs, args.max_num_batched_tokens = rows, batched
+    setattr(args, _ASKED, tokens)
+    setattr(args, _BATCHED, batched)
+    plan = replace(plan, decode_graph=compilation.settle_graphs(args, plan))
+    compilation.settle_passes(args)
+    if plan.certified:
+        compilation.settle_determinism(args)
     if not args.language_model_only and not args.limit_mm_per_prompt:
         args.language_model_only = True
     args.worker_cls = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
-    args.scheduler_cls = ASYNC_SCHEDULER
-    plan = Plan(policy, rows, tokens, graph, reason)
-    resolved = CoRunConfig(policy=policy, strict=config.strict, step_log=config.step_log)
+    args.scheduler_cls = None if plan.grants.free else ASYNC_SCHEDULER
+    resolved = replace(config, policy=plan.policy)
+    measured = {SUBJECT_KEY: subject(args, batched)} if config.certificate == MEASURE else {}
     args.additional_config = {
         **(args.additional_config or {}),
         "corun": resolved.to_mapping(),
         PLAN_KEY: plan.to_mapping(),
+        **measured,
     }
     logger.info(
-        "CoRun: policy %s (%s); decode steps of %d rows, prefill chunks of at most %d tokens; "
-        "switched off: %s",
-        policy,
-        reason,
-        rows,
-        tokens,
+        "CoRun: policy %s (%s); %s; switched off: %s",
+        plan.policy,
+        plan.reason,
+        plan.summary(),
         ", ".join(changed) or "nothing",
     )
-    return plan
+    return Settled(plan, batched)
 
 
 def _unsupported(vllm_config: Any) -> str | None:
@@ -231,15 +147,15 @@ def _unsupported(vllm_config: Any) -> str | None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     reasons = (
         (model.runner_type != "generate", f"it generates no text (runner {model.runner_type})"),
-        (model.is_encoder_decoder, f"it is an encoder-decoder model, and {_UNTESTED}"),
-        (model.quantization is not None, f"of its quantization {model.quantization}: {_UNTESTED}"),
+        (model.is_encoder_decoder, f"it is an encoder-decoder model, and {UNTESTED}"),
+        (model.quantization is not None, f"of its quantization {model.quantization}: {UNTESTED}"),
         (
             vllm_config.speculative_config is not None,
             "it brings a speculative decoder, whose accepted drafts change the shape of a step",
         ),
         (
             model.is_attention_free or model.is_hybrid,
-            f"it has state-space layers, and {_UNTESTED}",
+            f"it has state-space layers, and {UNTESTED}",
         ),
         (
             parallel.distributed_executor_backend == "external_launcher"
@@ -255,8 +171,9 @@ def _unsupported(vllm_config: Any) -> str | None:
     return next((why for applies, why in reasons if applies), None)
 
 
-def check_config(vllm_config: Any, plan: Plan) -> None:
+def check_config(vllm_config: Any, settled: Settled) -> None:
     """Check vLLM's finished config against the plan. ValueError says what is wrong."""
+    plan = settled.plan
     if why := _unsupported(vllm_config):
         raise ValueError(f"CoRun cannot run this model, because {why}. Turn CoRun off to run it")
     scheduler = vllm_config.scheduler_config
@@ -264,24 +181,18 @@ def check_config(vllm_config: Any, plan: Plan) -> None:
         raise ValueError(
             f"vLLM changed max_num_seqs from {plan.decode_rows} to {scheduler.max_num_seqs}"
         )
-    if scheduler.max_num_batched_tokens != plan.max_prefill_tokens:
+    if scheduler.max_num_batched_tokens != settled.batched_tokens:
         raise ValueError(
-            f"vLLM changed max_num_batched_tokens from {plan.max_prefill_tokens} to "
+            f"vLLM changed max_num_batched_tokens from {settled.batched_tokens} to "
             f"{scheduler.max_num_batched_tokens}; ask for that number"
         )
-    if not scheduler.async_scheduling:
+    if plan.certified:
+        scheduler.max_num_scheduled_tokens = plan.max_prefill_tokens
+    if not plan.grants.free and not scheduler.async_scheduling:
         scheduler.scheduler_cls = SCHEDULER
-    if vllm_config.cache_config.enable_prefix_caching:
+    if vllm_config.cache_config.enable_prefix_caching and not plan.grants.prefix_cache:
         raise ValueError("vLLM turned prefix caching on again; CoRun cannot run with it")
-    compilation = vllm_config.compilation_config
-    if plan.decode_graph and (
-        compilation.cudagraph_mode.name != "FULL_DECODE_ONLY"
-        or list(compilation.cudagraph_capture_sizes) != [plan.decode_rows]
-    ):
-        raise ValueError(
-            f"vLLM changed the decode graph to {compilation.cudagraph_mode.name} at "
-            f"{compilation.cudagraph_capture_sizes}; use enforce_eager=True"
-        )
+    compilation.check(vllm_config.compilation_config, plan)
 
 
 def install() -> None:
@@ -298,9 +209,9 @@ def install() -> None:
         from corun.engine import seams
 
         seams.require()
-        plan = settle(self, config)
+        settled = settle(self, config)
         vllm_config = create(self, *args, **kwargs)
-        check_config(vllm_config, plan)
+        check_config(vllm_config, settled)
         return vllm_config
 
     create_engine_config.__corun__ = True  # type: ignore[attr-defined]

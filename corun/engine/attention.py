@@ -1,4 +1,4 @@
-"""Seam: decode attention without split-KV (paper, Section IV-C); prefill keeps it.
+"""Seam: attention without split-KV (paper, Section IV-C); isolated prefills keep it.
 
 A split of the KV sequence is chosen from the whole batch, so a decode row's reduction order would
 depend on its co-runners. Each backend says "one split" in its own way; a backend that has no entry
@@ -41,10 +41,14 @@ def _one_split(metadata: Any, graph: bool, where: str) -> None:
 def _hold_flash_attn(builder: Any, state: RunnerState) -> None:
     build = builder.build
 
+    if state.plan.certified:
+        # No ahead-of-time schedule, not in graphs either: it is made for the whole batch.
+        builder.aot_schedule = False
+
     def held(*args: Any, **kwargs: Any) -> Any:
         metadata = build(*args, **kwargs)
-        if state.decode_step:
-            _one_split(metadata, state.graph, "FLASH_ATTN")
+        if state.one_split:
+            _one_split(metadata, state.graph and not state.plan.certified, "FLASH_ATTN")
         return metadata
 
     builder.build = held
@@ -55,8 +59,9 @@ def _hold_flash_attn_mla(builder: Any, state: RunnerState) -> None:
 
     def held(*args: Any, **kwargs: Any) -> Any:
         metadata = build(*args, **kwargs)
-        if state.decode_step and metadata.decode is not None:
-            _one_split(metadata.decode, state.graph, "FLASH_ATTN_MLA")
+        if state.one_split and metadata.decode is not None:
+            graph = state.graph and not state.plan.certified
+            _one_split(metadata.decode, graph, "FLASH_ATTN_MLA")
         return metadata
 
     builder.build = held

@@ -28,6 +28,8 @@ class StepAudit:
         self.violations: list[str] = []
         self.violation_count = 0
         self.shapes: Counter[StepShape] = Counter()
+        self.preempted = 0
+        self.cached_tokens = 0
         self._log: TextIO | None = None
         if step_log:  # open for as long as the engine lives
             self._log = Path(step_log).open("a")  # noqa: SIM115
@@ -51,6 +53,11 @@ class StepAudit:
                 f"{message}. The engine stops: outputs from here on could depend on co-runners"
             )
 
+    def note_reuse(self, preempted: int, cached_tokens: int) -> None:
+        """Count requests preempted by a step, and tokens that new requests found in the cache."""
+        self.preempted += preempted
+        self.cached_tokens += cached_tokens
+
     def report(self) -> dict[str, Any]:
         """JSON-able counts: steps of each kind, distinct shapes, violations."""
         kinds: Counter[str] = Counter()
@@ -65,6 +72,11 @@ class StepAudit:
             "steps": {PREFILL: kinds[PREFILL], DECODE: kinds[DECODE]},
             "graph_steps": graphs,
             "most_requests": active,
+            "mixed_steps": sum(
+                count for s, count in self.shapes.items() if 0 < s.prefill_requests < s.requests
+            ),
+            "preempted": self.preempted,
+            "cached_tokens": self.cached_tokens,
             "rows": rows,
             "violations": self.violations,
             "violation_count": self.violation_count,

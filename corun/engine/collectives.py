@@ -1,10 +1,11 @@
 """Seam: an all-reduce with one summation order for every row, whatever its position.
 
 Ring all-reduce, and two-stage custom all-reduce, start the sum of each chunk at a different rank,
-so a row's bits depend on where in the tensor it lies (paper, Table I). For steps of at most R rows
-this gathers all ranks' tensors and adds them in rank order, in float32, rounding once: data
-movement may be of any kind, since the sum is local and elementwise. Longer tensors are isolated
-prefills, whose rows always lie at the same place; they keep vLLM's own all-reduce.
+so a row's bits depend on where in the tensor it lies (paper, Table I). For steps of at most
+`most_rows` rows this gathers all ranks' tensors and adds them in rank order, in float32, rounding
+once: data movement may be of any kind, since the sum is local and elementwise. Under ``isolate``
+longer tensors are isolated prefills, whose rows always lie at the same place; they keep vLLM's own
+all-reduce. Other policies hold steps of every length.
 """
 
 from typing import Any
@@ -30,8 +31,11 @@ def sum_in_rank_order(gathered: torch.Tensor) -> torch.Tensor:
     return total.to(gathered.dtype)
 
 
-def install(group: Any, decode_rows: int) -> bool:
-    """Hold the all-reduce of a tensor-parallel `group`; False where it has one rank."""
+def install(group: Any, most_rows: int) -> bool:
+    """Hold the all-reduce of a tensor-parallel `group` up to `most_rows` rows.
+
+    False where it has one rank.
+    """
     if group.world_size == 1:
         return False
     communicator = group.device_communicator
@@ -39,7 +43,7 @@ def install(group: Any, decode_rows: int) -> bool:
 
     def fixed_order(input_: torch.Tensor) -> torch.Tensor:
         rows = input_.numel() // input_.shape[-1]
-        if rows > decode_rows:
+        if rows > most_rows:
             return all_reduce(input_)
         flat = input_.reshape(1, -1).contiguous()
         gathered = communicator.all_gather(flat, 0)

@@ -91,7 +91,8 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _software() -> dict[str, Any]:
+def software() -> dict[str, Any]:
+    """Versions of what computes, as JSON values."""
     try:
         import triton
 
@@ -109,16 +110,39 @@ def _software() -> dict[str, Any]:
     }
 
 
+def device_name() -> str:
+    """The device's model; for a CPU its instruction sets as torch uses them."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return str(current_platform.get_device_name())
+
+
 def _device() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         # The CPU's GEMMs divide work by thread: another count may be another summation order.
-        return {
-            "name": f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-            "threads": torch.get_num_threads(),
-        }
-    return {"name": current_platform.get_device_name()}
+        return {"name": device_name(), "threads": torch.get_num_threads()}
+    return {"name": device_name()}
+
+
+def _shapes(plan: dict[str, Any], vllm_config: Any) -> dict[str, Any]:
+    """What of the plan reaches the bits.
+
+    Under ``certified`` numbers of rows do not, within the class; what the compiler was given does.
+    """
+    if plan["policy"] != "certified":
+        names = ("policy", "decode_rows", "max_prefill_tokens", "decode_graph")
+        return {name: plan[name] for name in names}
+    compiled = not vllm_config.model_config.enforce_eager
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    return {
+        "policy": plan["policy"],
+        "row_classes": plan["class_of"],
+        "compiled_for": most if compiled else None,
+    }
 
 
 def describe(
@@ -141,10 +165,7 @@ def describe(
     for volatile in ("_name_or_path", "transformers_version"):
         hf.pop(volatile, None)
     return {
-        "policy": plan["policy"],
-        "decode_rows": plan["decode_rows"],
-        "max_prefill_tokens": plan["max_prefill_tokens"],
-        "decode_graph": plan["decode_graph"],
+        **_shapes(plan, vllm_config),
         "model": _hash(hf),
         "weights": weights_digest(model, as_loaded),
         "dtype": str(model_config.dtype),
@@ -162,5 +183,5 @@ def describe(
         },
         "tensor_parallel": parallel.tensor_parallel_size,
         "device": _device(),
-        "software": _software(),
+        "software": software(),
     }

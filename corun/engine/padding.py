@@ -1,9 +1,10 @@
-"""Seam: fixed-shape decode (paper, Section IV-C) where no CUDA graph pads, and what was executed.
+"""Seam: the rows of a step where no CUDA graph pads (paper, Section IV-C), and what was executed.
 
-With graphs, configuration alone does it: FULL_DECODE_ONLY and one capture size. Without (CPU,
-``enforce_eager``), both runners' dispatchers return the unpadded size, so decode steps are padded
-here to the same R rows. Padding rows have slot -1: they write no KV. Both paths note in RunnerState
-what the model was given, for the audit.
+With graphs, configuration alone does it: FULL_DECODE_ONLY and one capture size; under ``certified``
+capture sizes of the certified class. Without (CPU, ``enforce_eager``, long steps), both runners'
+dispatchers return the unpadded size, and the step is padded here as the plan says. Padding rows
+have slot -1: they write no KV. Both paths note in RunnerState what the model was given, for the
+audit.
 """
 
 import dataclasses
@@ -32,9 +33,11 @@ SEAMS = (
 
 
 def _padded(state: RunnerState, descriptor: Any, mode: CUDAGraphMode) -> Any:
-    """The descriptor to run: R rows in a decode step that no graph pads."""
-    if state.decode_step and mode == CUDAGraphMode.NONE:
-        descriptor = dataclasses.replace(descriptor, num_tokens=state.decode_rows)
+    """The descriptor to run: the plan's rows in a step that no graph pads."""
+    if mode == CUDAGraphMode.NONE and descriptor.num_tokens:
+        rows = state.plan.rows_for(descriptor.num_tokens, decode=state.decode_step)
+        if rows != descriptor.num_tokens:
+            descriptor = dataclasses.replace(descriptor, num_tokens=rows)
     state.rows = descriptor.num_tokens
     state.graph = mode == CUDAGraphMode.FULL
     return descriptor

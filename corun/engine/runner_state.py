@@ -4,23 +4,24 @@ from dataclasses import dataclass, field
 
 import torch
 
+from corun.plan import Plan
+
 
 @dataclass
 class RunnerState:
     """State of one model runner under CoRun.
 
-    decode_rows: R, the rows of every decode step (``max_num_seqs``).
+    plan: the shapes that steps may have.
     seeds: the 64-bit seed of every live request, by request id.
     prompt_lens: tokens in the prompt of every live request, by request id.
-    decode_step: the step being executed is a decode step (every request brings one token): the LM
-        head and the sampler run at R rows.
-    padded_logits: [R, V], what the LM head produced in the present decode step; the runner holds
-        the view [:n] of it. None outside a decode step.
+    decode_step: every request of the step being executed brings one token.
+    padded_logits: all rows that the LM head produced in the present step, where the plan has the
+        sampler see them too; the runner holds the view [:n] of it. Else None.
     rows, graph: rows that the model saw in the present step, and whether a graph was replayed.
     sample_rows: rows that the LM head produced for sampling in the present step; 0 before it ran.
     """
 
-    decode_rows: int
+    plan: Plan
     seeds: dict[str, int] = field(default_factory=dict)
     prompt_lens: dict[str, int] = field(default_factory=dict)
     decode_step: bool = False
@@ -28,3 +29,21 @@ class RunnerState:
     rows: int = 0
     graph: bool = False
     sample_rows: int = 0
+
+    @property
+    def one_split(self) -> bool:
+        """Whether attention must not split KV in this step.
+
+        Under ``isolate`` a prefill holds one request, so its splits depend on nothing else.
+        """
+        return self.decode_step or self.plan.policy != "isolate"
+
+    @property
+    def sampler_padded(self) -> bool:
+        """Whether the sampler sees the padded rows of this step.
+
+        Under ``certified`` it sees the active rows: each of its rows is computed by itself.
+        """
+        if self.plan.certified:
+            return False
+        return self.decode_step or self.plan.policy == "pack"

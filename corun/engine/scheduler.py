@@ -1,22 +1,25 @@
-"""Seam: vLLM's scheduler, held to the ``isolate`` policy (paper, Algorithm 2).
+"""Seam: vLLM's scheduler, held to what a plan grants (paper, Algorithm 2).
 
-``corun.schedule.isolate`` decides who runs; vLLM's own ``schedule`` then runs with only those
-requests in sight, and everything hidden comes back in its old order. Works as ``scheduler_cls``,
-synchronous or asynchronous.
+``corun.schedule.held`` decides who runs; vLLM's own ``schedule`` then runs with only those requests
+in sight, and everything hidden comes back in its old order. Works as ``scheduler_cls``, synchronous
+or asynchronous. The plan is the one in ``additional_config``; without one nothing is granted, which
+is the ``isolate`` policy.
 
 A prompt's chunks are ``max_num_scheduled_tokens`` long (vLLM 0.25: or
-``long_prefill_token_threshold``, if set) whatever else is there: vLLM sees one request, so neither
-the budget nor the number of waiting requests can shorten a chunk. vLLM's DP prefill balancing
-(``throttle_prefills``) is not followed; it would move prefills in time only.
+``long_prefill_token_threshold``, if set) whatever else is there: vLLM sees one request, or only
+requests whose chunks fit together, so neither the budget nor the number of waiting requests can
+shorten a chunk, unless the plan grants that. vLLM's DP prefill balancing (``throttle_prefills``) is
+not followed; it would move prefills in time only.
 
 A request that cannot be served ends with an error output whose ``stop_reason`` says why, because an
 exception in ``add_request`` would end the engine core. ``corun.engine.admission`` tells users the
 same earlier, as a ValueError.
 """
 
+import functools
+import heapq
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -27,9 +30,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from corun.engine.arguments import PLAN_KEY
 from corun.engine.kv_geometry import read_geometry
-from corun.schedule.isolate import Choice, IsolatePolicy, Kind, refusal
+from corun.engine.scheduler_limits import breaks_policy
+from corun.plan import Grants, Plan
+from corun.schedule.held import Choice, HeldPolicy
 from corun.schedule.ledger import KVGeometry
+from corun.schedule.refusal import refusal
+from corun.schedule.step_check import violation
 
 logger = init_logger("vllm.corun")
 
@@ -53,6 +61,7 @@ SEAMS = (
     ),
     (_QUEUES, "RequestQueue.peek_request"),
     (_QUEUES, "RequestQueue.pop_request"),
+    (_QUEUES, "RequestQueue.prepend_request", ("request",)),
     (_QUEUES, "RequestQueue.remove_request", ("request",)),
     (_QUEUES, "SchedulingPolicy.FCFS"),
     (_QUEUES, "create_request_queue", ("policy",)),
@@ -60,6 +69,8 @@ SEAMS = (
     ("vllm.v1.engine", "EngineCoreOutputs", ("outputs",)),
     ("vllm.v1.engine", "FinishReason.ERROR"),
     ("vllm.v1.request", "RequestStatus.FINISHED_ERROR"),
+    ("vllm.v1.request", "RequestStatus.PREEMPTED"),
+    ("vllm.v1.request", "RequestStatus.RUNNING"),
     ("vllm.v1.request", "Request.has_encoder_inputs"),
 )
 SEAMS_BY_VERSION = {
@@ -77,30 +88,8 @@ else:
     _Base = object
 
 
-def _breaks_isolation(config: Any) -> Iterator[str]:
-    """What in a VllmConfig would let one request change another's shapes, or its place in KV."""
-    if config.cache_config.enable_prefix_caching:
-        yield "prefix caching (a hit changes the shape of the prefill)"
-    if config.speculative_config is not None:
-        yield "speculative decoding (a decode step would hold more than one token a request)"
-    if getattr(config.model_config, "is_diffusion", False):
-        yield "a diffusion model (it does not decode one token a step)"
-    if config.model_config.is_encoder_decoder:
-        yield "an encoder-decoder model (the KV cache it needs is not known on arrival)"
-    if config.kv_transfer_config is not None:
-        yield "a KV connector (its KV was not computed under CoRun, and it holds blocks of its own)"
-    if config.ec_transfer_config is not None:
-        yield "an encoder cache connector"
-    if config.lora_config is not None:
-        yield "LoRA (vLLM limits the adapters in a step by looking at all running requests)"
-    scheduler = config.scheduler_config
-    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    if not scheduler.enable_chunked_prefill and budget < config.model_config.max_model_len:
-        yield f"chunked prefill off and a budget of {budget} tokens, less than max_model_len"
-
-
-class IsolateMixin(_Base):
-    """Holds a vLLM scheduler to the ``isolate`` policy; put it before the scheduler class.
+class HeldMixin(_Base):
+    """Holds a vLLM scheduler to what its plan grants; put it before the scheduler class.
 
     ValueError: the engine's config, or its kind of KV cache, cannot keep the policy. RuntimeError
     from ``schedule``: vLLM did what the policy forbids; the engine must not go on.
@@ -109,9 +98,13 @@ class IsolateMixin(_Base):
     running: list[Request]
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if reasons := list(_breaks_isolation(vllm_config)):
+        given = (vllm_config.additional_config or {}).get(PLAN_KEY)
+        plan = None if given is None else Plan.from_mapping(given)
+        grants = Grants() if plan is None else plan.grants
+        self._policy_name = "isolate" if plan is None else plan.policy
+        if reasons := list(breaks_policy(vllm_config, grants)):
             raise ValueError(
-                f"CoRun's isolate policy cannot run with {'; '.join(reasons)}. "
+                f"CoRun's {self._policy_name} policy cannot run with {'; '.join(reasons)}. "
                 "Turn that off, or run with policy 'off'"
             )
         super().__init__(vllm_config, *args, **kwargs)
@@ -119,19 +112,26 @@ class IsolateMixin(_Base):
         if unknown := set(self._queue_names) - _KNOWN_QUEUES:
             raise RuntimeError(f"vLLM has waiting queues that CoRun does not know: {unknown}")
         self._promote = next(getattr(self, name) for name in _PROMOTERS if hasattr(self, name))
-        geometry = read_geometry(self.kv_cache_manager, self.max_model_len)
+        # vLLM cuts prompts at its own budget, so that is what the policy must count with.
+        step_tokens = self.max_num_scheduled_tokens
+        if plan is not None and step_tokens > plan.max_prefill_tokens:
+            raise ValueError(
+                f"vLLM's steps may hold {step_tokens} tokens, but CoRun's plan allows "
+                f"{plan.max_prefill_tokens}; set max_num_batched_tokens to that"
+            )
         slots = min(
             self.max_num_running_reqs,
             getattr(self, "max_num_active_reqs", self.max_num_running_reqs),
         )
-        self.isolate: IsolatePolicy = IsolatePolicy(geometry, slots)
+        geometry = read_geometry(self.kv_cache_manager, self.max_model_len)
+        self.held: HeldPolicy = HeldPolicy(geometry, slots, grants, step_tokens)
         self._arrivals = itertools.count()
         self._errors: list[tuple[int, EngineCoreOutput]] = []
 
     @property
     def kv_geometry(self) -> KVGeometry:
         """What the ledger counts with, for checks made before a request gets here."""
-        return self.isolate.ledger.geometry
+        return self.held.ledger.geometry
 
     def add_request(self, request: Request) -> None:
         """Queue a request, or end it with an error if it can never be served."""
@@ -148,13 +148,15 @@ class IsolateMixin(_Base):
             self._end_with_error(request, message)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
-        """vLLM's SchedulerOutput for the next step: one prompt's chunk, or a decode step."""
+        """vLLM's SchedulerOutput for the next step, which holds what the policy chose."""
         if self.pause_state is PauseState.PAUSED_ALL:
             return super().schedule()
-        choice = self.isolate.choose(self.running, self._head)
-        with self._in_sight(choice):
-            output = super().schedule()
-        self.isolate.executed(choice, output.total_num_scheduled_tokens > 0)
+        next_ready = functools.partial(next, self._ready(), None)
+        free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        choice = self.held.choose(self.running, next_ready, free_blocks)
+        output = self._run(choice)
+        started = sum(r.status is RequestStatus.RUNNING for r in choice.starting)
+        self.held.executed(choice, output.total_num_scheduled_tokens > 0, started)
         self._check(choice, output)
         return output
 
@@ -169,8 +171,8 @@ class IsolateMixin(_Base):
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """As vLLM's, but requests whose KV cache would be taken away end with an error."""
-        if reset_running_requests:
+        """As vLLM's, but requests that must not lose their KV cache end with an error."""
+        if reset_running_requests and not self.held.grants.preemption:
             for request in list(self.running):
                 self._end_with_error(
                     request,
@@ -194,50 +196,48 @@ class IsolateMixin(_Base):
         )
         self._errors.append((request.client_index, output))
 
-    def _head(self) -> Request | None:
-        """The first waiting request, in the engine's order, that is not waiting for something."""
+    def _ready(self) -> Iterator[Request]:
+        """The waiting requests that could start now, in the engine's order."""
         if self.pause_state is not PauseState.UNPAUSED:
-            return None
-        firsts = [self._first_ready(getattr(self, name)) for name in self._queue_names]
-        ready = [request for request in firsts if request is not None]
-        if self.policy is SchedulingPolicy.FCFS:
-            return min(ready, key=lambda request: request.corun_arrival, default=None)
-        return min(ready, default=None)
+            return
+        queues = [getattr(self, name) for name in self._queue_names]
+        key = _arrival if self.policy is SchedulingPolicy.FCFS else None
+        for request in heapq.merge(*queues, key=key):
+            # vLLM moves a request on (its grammar is compiled, ...) only when it looks at it.
+            if self._is_blocked_waiting_status(request.status) and not self._promote(request):
+                continue
+            if getattr(request, "num_stale_output_tokens", 0) and not request.drop_stale_output:
+                return  # a preempted request's last output is under way: vLLM 0.32 waits for it
+            yield request
 
-    def _first_ready(self, queue: RequestQueue) -> Request | None:
-        if queue and self._is_ready(head := queue.peek_request()):
-            return head
-        return next((request for request in queue if self._is_ready(request)), None)
-
-    def _is_ready(self, request: Request) -> bool:
-        # vLLM moves a request on (its grammar is compiled, ...) only when it looks at it.
-        return not self._is_blocked_waiting_status(request.status) or self._promote(request)
-
-    @contextmanager
-    def _in_sight(self, choice: Choice) -> Iterator[None]:
-        """Hide every request that is not in `choice`; bring them back as they were."""
+    def _run(self, choice: Choice[Request]) -> Any:
+        """vLLM's step over `choice`: hide every other request, and bring them back as they were."""
         running = self.running
+        shown = [*choice.decoding, *choice.partial]
         queues = {name: getattr(self, name) for name in self._queue_names}
-        starting = choice.requests[0] if choice.kind is Kind.START else None
         try:
             # New queue objects rather than cleared ones: a priority queue cannot be cleared, and
             # refilling one would lose its order.
             for name in queues:
                 setattr(self, name, create_request_queue(self.policy))
-            if starting is None:
-                self.running = choice.requests
-            else:
-                self.running = []
-                self.waiting.add_request(starting)
-            yield
+            # Decode tokens first: what they leave of the budget is what the chunks were fit into.
+            self.running = shown[:]
+            for request in choice.starting:
+                self.waiting.add_request(request)
+            return super().schedule()
         finally:
-            started = starting in self.running
+            now_running = set(self.running)
+            preempted = [r for r in shown if r.status is RequestStatus.PREEMPTED]
             self.running = running
             for name, queue in queues.items():
                 setattr(self, name, queue)
-            if starting is not None and started:
-                self._take_out(starting)
-                running.append(starting)
+            for request in choice.starting:
+                if request in now_running:
+                    self._take_out(request)
+                    running.append(request)
+            for request in preempted:
+                running.remove(request)
+            self._requeue(preempted)
 
     def _take_out(self, request: Request) -> None:
         queues = [getattr(self, name) for name in self._queue_names]
@@ -253,29 +253,46 @@ class IsolateMixin(_Base):
             return
         raise AssertionError(f"{request.request_id} started but was not waiting")
 
-    def _check(self, choice: Choice, output: Any) -> None:
+    def _requeue(self, preempted: Sequence[Request]) -> None:
+        """Put preempted requests at their place among the waiting: before all younger ones."""
+        for request in preempted:
+            older = []
+            while self.policy is SchedulingPolicy.FCFS and self.waiting:
+                if _arrival(self.waiting.peek_request()) > _arrival(request):
+                    break
+                older.append(self.waiting.pop_request())
+            for waiting in (request, *reversed(older)):
+                self.waiting.prepend_request(waiting)
+
+    def _check(self, choice: Choice[Request], output: Any) -> None:
         """RuntimeError if vLLM broke the policy: it would do so silently, in the outputs' bits."""
+        if not self.held.grants.preemption:
+            self._check_reservations(output)
+        if problem := violation(self.held, choice, output.num_scheduled_tokens):
+            raise RuntimeError(problem)
+
+    def _check_reservations(self, output: Any) -> None:
         if output.preempted_req_ids:
             raise RuntimeError(
                 f"vLLM preempted {', '.join(sorted(output.preempted_req_ids))}; under CoRun's "
-                "isolate policy the KV cache of every running request is reserved"
+                f"{self._policy_name} policy the KV cache of every running request is reserved"
             )
-        ledger = self.isolate.ledger
+        ledger = self.held.ledger
         held = ledger.geometry.capacity - self.kv_cache_manager.block_pool.get_num_free_blocks()
         if held > ledger.reserved:
             raise RuntimeError(
                 f"vLLM holds {held} KV cache blocks, but CoRun reserved {ledger.reserved} for the "
                 f"running requests ({', '.join(r.request_id for r in self.running)})"
             )
-        tokens = output.num_scheduled_tokens
-        if choice.kind is Kind.DECODE and output.total_num_scheduled_tokens != len(tokens):
-            longer = [request_id for request_id, n in tokens.items() if n != 1]
-            raise RuntimeError(f"vLLM scheduled more than one token in decode for {longer}")
 
 
-class IsolateScheduler(IsolateMixin, Scheduler):
-    """vLLM's synchronous scheduler under the ``isolate`` policy."""
+def _arrival(request: Request) -> int:
+    return request.corun_arrival
 
 
-class AsyncIsolateScheduler(IsolateMixin, AsyncScheduler):
-    """vLLM's asynchronous scheduler under the ``isolate`` policy."""
+class IsolateScheduler(HeldMixin, Scheduler):
+    """vLLM's synchronous scheduler, held to its plan; to ``isolate`` where it has none."""
+
+
+class AsyncIsolateScheduler(HeldMixin, AsyncScheduler):
+    """vLLM's asynchronous scheduler, held to its plan; to ``isolate`` where it has none."""

@@ -5,22 +5,30 @@ afterwards: attention once the KV cache exists (a captured graph bakes the kerne
 warm-up is over.
 """
 
+import os
 from typing import Any
 
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from corun.config import CoRunConfig
-from corun.engine import attention, collectives, domain, lm_head, padding
+from corun.engine import attention, collectives, domain, gemm, lm_head, padding
 from corun.engine.arguments import PLAN_KEY
 from corun.engine.audit import StepAudit
+from corun.engine.probes import spot_check
+from corun.engine.probes.measure import measure
 from corun.engine.runner_state import RunnerState
+from corun.engine.sampling import core
 from corun.engine.seeds import take_seed
 from corun.plan import DECODE, PREFILL, Plan, StepShape
 
 SEAMS: tuple[tuple, ...] = (
+    ("vllm.config", "set_current_vllm_config"),
+    ("vllm.v1.worker.gpu_worker", "Worker.init_device"),
     ("vllm.v1.worker.gpu_worker", "Worker.load_model"),
+    ("vllm.v1.core.sched.output", "SchedulerOutput", ("preempted_req_ids",)),
     ("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", ("kv_cache_config",)),
     ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"),
     ("vllm.v1.worker.gpu_worker", "Worker.execute_model", ("scheduler_output",)),
@@ -44,6 +52,15 @@ class CoRunWorkerMixin:
 
     _corun_audit: StepAudit | None = None
 
+    def init_device(self) -> None:
+        """vLLM's, after the constraint on GEMMs that a certificate was measured under."""
+        given = self.vllm_config.additional_config  # type: ignore[attr-defined]
+        self._corun_config = CoRunConfig.from_mapping(given["corun"])
+        self._corun_plan = Plan.from_mapping(given[PLAN_KEY])
+        if self._corun_plan.certified and not current_platform.is_cpu():
+            gemm.install(os.environ)
+        super().init_device()  # type: ignore[misc]
+
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's; on a CPU it also notes the weights before they are repacked."""
         self._corun_as_loaded: dict[str, list] = {}
@@ -54,20 +71,26 @@ class CoRunWorkerMixin:
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's, then one split for decode attention and one order for all-reduces."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
-        given = self.vllm_config.additional_config  # type: ignore[attr-defined]
-        self._corun_config = CoRunConfig.from_mapping(given["corun"])
-        self._corun_plan = Plan(**given[PLAN_KEY])
-        runner = self.model_runner  # type: ignore[attr-defined]
-        runner.corun = self._corun = RunnerState(decode_rows=self._corun_plan.decode_rows)
+        plan, runner = self._corun_plan, self.model_runner  # type: ignore[attr-defined]
+        runner.corun = self._corun = RunnerState(plan)
         self._corun_backends = attention.install(runner, self._corun)
-        collectives.install(get_tp_group(), self._corun_plan.decode_rows)
+        most = plan.decode_rows if plan.policy == "isolate" else plan.max_prefill_tokens
+        collectives.install(get_tp_group(), most)
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's, then the LM head, the sampler, padding and the audit."""
+        config = self.vllm_config.model_config  # type: ignore[attr-defined]
+        # First of all: vLLM's own warm-up ends by watching for kernels that are compiled later.
+        core.warm_up(
+            self._corun_plan.decode_rows,
+            config.get_vocab_size(),
+            config.dtype,
+            self.device,  # type: ignore[attr-defined]
+        )
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
         runner, state = self.model_runner, self._corun  # type: ignore[attr-defined]
         self._corun_v2 = bool(getattr(self, "use_v2_model_runner", False))
-        lm_head.install(runner.model, state)
+        self._corun_logits = lm_head.install(runner.model, state)
         if self._corun_v2:
             from corun.engine.sampling import v2 as sampling
 
@@ -80,6 +103,9 @@ class CoRunWorkerMixin:
         self._corun_audit = StepAudit(
             self._corun_plan, self._corun_config.strict, self._corun_config.step_log
         )
+        if self._corun_plan.certificate is not None:
+            with set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+                spot_check.run(runner, self.vllm_config, self._corun_logits, self._corun_plan)  # type: ignore[attr-defined]
         return times
 
     def execute_model(self, scheduler_output: Any) -> Any:
@@ -93,6 +119,10 @@ class CoRunWorkerMixin:
         state = self._corun
         state.decode_step = max(tokens.values()) == 1
         state.padded_logits, state.rows, state.graph, state.sample_rows = None, 0, False, 0
+        self._corun_audit.note_reuse(
+            len(scheduler_output.preempted_req_ids or ()),
+            sum(new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs),
+        )
         self._corun_pending = (
             len(tokens),
             scheduler_output.total_num_scheduled_tokens,
@@ -125,6 +155,27 @@ class CoRunWorkerMixin:
             ),
         }
 
+    def corun_measure(self, subject: dict[str, Any], budget_s: float) -> dict[str, Any]:
+        """RPC: a certificate of this engine, in JSON form; before any request came.
+
+        subject: see ``corun.certify.store``. budget_s: about how many seconds to take.
+        """
+        vllm_config = self.vllm_config  # type: ignore[attr-defined]
+        with set_current_vllm_config(vllm_config):
+            certificate = measure(
+                self.model_runner,  # type: ignore[attr-defined]
+                vllm_config,
+                self._corun_logits,
+                subject,
+                budget_s,
+            )
+        return certificate.to_mapping()
+
+    def corun_adopt(self, plan: dict[str, Any]) -> None:
+        """RPC: go on under another plan, one that needs no other graphs and no other scheduler."""
+        assert self._corun_audit is not None
+        self._corun_plan = self._corun.plan = self._corun_audit.plan = Plan.from_mapping(plan)
+
     def _take_seeds(self, scheduler_output: Any) -> None:
         seeds, prompt_lens = self._corun.seeds, self._corun.prompt_lens
         for request_id in scheduler_output.finished_req_ids:
@@ -142,12 +193,16 @@ class CoRunWorkerMixin:
                 new.sampling_params.seed = None
 
     def _prefills(self, scheduler_output: Any) -> int:
-        """How many of the scheduled requests are still inside their prompt."""
-        inside = len(scheduler_output.scheduled_new_reqs)
+        """How many of the scheduled requests bring prompt tokens, or tokens to be recomputed."""
         cached = scheduler_output.scheduled_cached_reqs
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-            inside += computed < self._corun.prompt_lens.get(request_id, 0)
-        return inside
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed |= {n.req_id: n.num_computed_tokens for n in scheduler_output.scheduled_new_reqs}
+        lens, tokens = self._corun.prompt_lens, scheduler_output.num_scheduled_tokens
+        return sum(
+            tokens[request_id] > 1 or done < lens.get(request_id, 0)
+            for request_id, done in computed.items()
+            if request_id in tokens
+        )
 
     def _audit_step(self) -> None:
         requests, tokens, prefills = self._corun_pending

@@ -114,5 +114,8 @@ def close_engine(llm: "LLM") -> None:
     gc.collect()
     import torch
 
+    from corun.engine import graph_pool
+
+    graph_pool.forget()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

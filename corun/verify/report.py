@@ -1,6 +1,6 @@
 """What a verification found: counts, crossings, the engine's audit, the verdict. Pure Python."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ from corun.verify.compare import Comparison, Divergence, total
 from corun.verify.workload import ROW_THRESHOLDS, Limits
 
 KEPT, BROKE, CANNOT_RUN = 0, 1, 2
+REUSE = ("mixed_steps", "preempted", "cached_tokens")
 VERDICTS = {KEPT: "kept", BROKE: "broke", CANNOT_RUN: "could not run"}
 
 
@@ -52,12 +53,14 @@ class EngineAudit:
     """What CoRun's step audit said of one engine, over all its workers.
 
     steps: executed steps by kind (of one worker). violations: in words. domain: its fingerprint.
+    reuse: of REUSE, how often (mixed steps, requests preempted, prompt tokens found in the cache).
     """
 
     engine: int
     steps: dict[str, int]
     violations: tuple[str, ...]
     domain: str
+    reuse: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -180,6 +183,7 @@ class VerifyReport:
                     "steps": audit.steps,
                     "violations": list(audit.violations),
                     "domain": audit.domain,
+                    **audit.reuse,
                 }
                 for audit in self.audits
             ],

@@ -14,7 +14,7 @@ from corun.verify.drive import play, sampling_params
 from corun.verify.engine import close_engine, defaults, limits_of, open_engine, tokenizer_of
 from corun.verify.prompts import PromptSource, RandomPrompts, TextPrompts, words_of
 from corun.verify.record import Record
-from corun.verify.report import EngineAudit, VerifyReport
+from corun.verify.report import REUSE, EngineAudit, VerifyReport
 from corun.verify.scenario import Scenario, alone
 from corun.verify.workload import PAPER_PROMPTS, Limits, Suite, adversarial_suite, paper_suite
 
@@ -81,6 +81,18 @@ def verify(options: VerifyOptions, progress: bool = True) -> VerifyReport:
     return run.report
 
 
+def verify_open(llm: Any, options: VerifyOptions) -> VerifyReport:
+    """Verify an engine that is open already, with no restart and no progress bar."""
+    run = _Verification(replace(options, restarts=0), progress=False)
+    started = time.monotonic()
+    try:
+        run.one_engine(llm, 1)
+    except Exception as error:
+        run.report.error = f"{type(error).__name__}: {error}"
+    run.report.seconds = time.monotonic() - started
+    return run.report
+
+
 class _Verification:
     def __init__(self, options: VerifyOptions, progress: bool) -> None:
         self.options, self.progress = options, progress
@@ -108,12 +120,13 @@ class _Verification:
                 options.model, self.config, random_weights=options.random_weights, **args
             )
             try:
-                self._one_engine(llm, number)
+                self.one_engine(llm, number)
             finally:
                 close_engine(llm)
                 del llm
 
-    def _one_engine(self, llm: Any, number: int) -> None:
+    def one_engine(self, llm: Any, number: int) -> None:
+        """Play every scenario of engine `number` on `llm`; the first also runs all alone."""
         if number == 1:
             self._prepare(llm)
             for suite in self.suites:
@@ -209,7 +222,11 @@ class _Verification:
             ) from error
         violations = tuple(text for report in reports for text in report["violations"])
         audit = EngineAudit(
-            number, dict(reports[0]["steps"]), violations, fingerprint(reports[0]["domain"])
+            number,
+            dict(reports[0]["steps"]),
+            violations,
+            fingerprint(reports[0]["domain"]),
+            {name: reports[0].get(name, 0) for name in REUSE},
         )
         self.report.policy = reports[0]["plan"]["policy"]
         self.report.audits.append(audit)

@@ -1,5 +1,7 @@
 """isolate on a real engine: fixed shapes, inert padding, the audit, refusals."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from conftest import SMALL
@@ -100,6 +102,7 @@ def test_n_samples_differ_and_replay_alone(llm):
 
 def test_the_audit_stops_the_engine(llm):
     """Last: it breaks the engine. A decode step that was not padded is named."""
-    runner(llm).corun.decode_rows = ROWS - 1
+    state = runner(llm).corun
+    state.plan = dataclasses.replace(state.plan, decode_rows=ROWS - 1)
     with pytest.raises(PlanViolationError, match=f"decode step of {ROWS - 1} rows"):
         generate(llm, [PROMPTS[0]])

@@ -20,9 +20,11 @@ from corun.engine.sampling import v2
 from corun.engine.sampling.core import sample_rows
 from corun.engine.sampling.logprobs import RowScores
 from corun.engine.sampling.params import RowParams
+from corun.plan import Plan
 
 ROWS, SLOTS, VOCAB = 8, 12, 203
 CPU = torch.device("cpu")
+PLAN = Plan("isolate", ROWS, 512, False, "test")
 
 
 class Backed:
@@ -138,7 +140,7 @@ def sampler(request, monkeypatch):
         **layout,
     )
     monkeypatch.setattr(v2, "get_num_sampled_and_rejected", lambda ones, *rest: (ones, ones * 0))
-    runner = SimpleNamespace(corun=RunnerState(decode_rows=ROWS, decode_step=True))
+    runner = SimpleNamespace(corun=RunnerState(PLAN, decode_step=True))
     adopted = v2.CoRunSampler.adopt(plain, runner)
     adopted.bias, adopted.bad, adopted.pen = bias, bad_words, penalties
     return adopted
@@ -282,7 +284,7 @@ def test_bad_words_and_penalties_reach_the_draw(sampler):
     ],
 )
 def test_unknown_ways_of_sampling_are_refused(unknown):
-    runner = SimpleNamespace(sampler=bare(Sampler, **unknown), corun=RunnerState(decode_rows=4))
+    runner = SimpleNamespace(sampler=bare(Sampler, **unknown), corun=RunnerState(PLAN))
     with pytest.raises(ValueError, match="cannot vouch"):
         v2.install(runner)
 

@@ -1,14 +1,16 @@
 """Which engine settings pass, which are switched off, which are refused. No engine starts."""
 
+import dataclasses
 import json
 
 import pytest
 
 pytest.importorskip("vllm")
+from plans import isolate
 from vllm.engine.arg_utils import EngineArgs
 
 from corun.config import CoRunConfig
-from corun.engine import arguments
+from corun.engine import arguments, compilation, refusals
 
 ISOLATE = CoRunConfig("isolate")
 TINY = {
@@ -26,6 +28,11 @@ TINY = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_certificates(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("CORUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
 @pytest.fixture
 def model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
@@ -38,19 +45,19 @@ def args(model, **kwargs):
 
 def test_the_plan_goes_in(model, monkeypatch):
     given = args(model, max_num_seqs=16, max_num_batched_tokens=64)
-    plan = arguments.settle(given, ISOLATE)
+    plan = arguments.settle(given, ISOLATE).plan
     assert (plan.policy, plan.decode_rows, plan.max_prefill_tokens) == ("isolate", 16, 64)
     assert given.enable_prefix_caching is False
     assert given.disable_cascade_attn is not False  # 0.32 has none left, and takes no setting
     assert given.additional_config["corun"]["policy"] == "isolate"
-    assert arguments.settle(given, ISOLATE) == plan  # a second pass changes nothing
+    assert arguments.settle(given, ISOLATE).plan == plan  # a second pass changes nothing
 
 
 def test_defaults_are_one_domain_on_every_entry_point(model):
-    plan = arguments.settle(args(model), ISOLATE)
+    plan = arguments.settle(args(model), ISOLATE).plan
     assert (plan.decode_rows, plan.max_prefill_tokens) == (
         arguments.CPU_ROWS,
-        arguments.CPU_PREFILL_TOKENS,
+        arguments.CPU_TOKENS,
     )
 
 
@@ -82,9 +89,9 @@ def test_what_breaks_the_contract_is_refused_by_name(model, name, value):
 
 
 def test_every_refusal_and_switch_names_a_field_of_some_tested_version():
-    names = {f.name for f in arguments.fields(EngineArgs)}
+    names = {f.name for f in dataclasses.fields(EngineArgs)}
     only_025 = {"max_num_partial_prefills", "calculate_kv_scales"}
-    for name in [r.name for r in arguments.REFUSED] + [n for n, _ in arguments.SWITCHED_OFF]:
+    for name in [r.name for r in refusals.REFUSED] + [n for n, _ in arguments.SWITCHED_OFF]:
         assert name in names | only_025, name
 
 
@@ -100,24 +107,25 @@ def test_policies_that_need_a_certificate(model, policy):
 
 
 def test_auto_is_isolate_and_says_why(model):
-    plan = arguments.settle(args(model), CoRunConfig("auto"))
+    plan = arguments.settle(args(model), CoRunConfig("auto")).plan
     assert plan.policy == "isolate"
     assert "certificate" in plan.reason
 
 
 def test_graphs_on_a_device(model, monkeypatch):
-    monkeypatch.setattr(arguments.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(compilation.current_platform, "is_cpu", lambda: False)
+    plan = isolate(16)
     given = args(model, max_num_seqs=16)
-    assert arguments._settle_graphs(given, 16) is True
-    compilation = given.compilation_config
-    assert compilation.cudagraph_mode.name == "FULL_DECODE_ONLY"
-    assert compilation.cudagraph_capture_sizes == [16]
-    assert arguments._settle_graphs(args(model, enforce_eager=True), 16) is False
+    assert compilation.settle_graphs(given, plan) is True
+    config = given.compilation_config
+    assert config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+    assert config.cudagraph_capture_sizes == [16]
+    assert compilation.settle_graphs(args(model, enforce_eager=True), plan) is False
     with pytest.raises(ValueError, match="cudagraph_capture_sizes"):
-        arguments._settle_graphs(args(model, cudagraph_capture_sizes=[1, 2, 4]), 16)
+        compilation.settle_graphs(args(model, cudagraph_capture_sizes=[1, 2, 4]), plan)
     piecewise = args(model, compilation_config={"cudagraph_mode": "PIECEWISE"})
     with pytest.raises(ValueError, match="cudagraph_mode"):
-        arguments._settle_graphs(piecewise, 16)
+        compilation.settle_graphs(piecewise, plan)
 
 
 def test_off_changes_nothing(model, monkeypatch):

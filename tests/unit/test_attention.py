@@ -3,6 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
+from plans import isolate
+
 from corun.engine import attention
 from corun.engine.runner_state import RunnerState
 
@@ -20,7 +22,7 @@ def flash(splits):
 
 def test_eager_decode_has_one_split_and_no_schedule():
     metadata, builder = flash(0)
-    state = RunnerState(8, decode_step=True)
+    state = RunnerState(isolate(8), decode_step=True)
     assert attention.install(runner("FLASH_ATTN", builder), state) == ["FLASH_ATTN"]
     assert builder.build(0, None).max_num_splits == 1
     assert metadata.scheduler_metadata is None
@@ -28,21 +30,25 @@ def test_eager_decode_has_one_split_and_no_schedule():
 
 def test_prefill_keeps_its_splits():
     metadata, builder = flash(0)
-    attention.install(runner("FLASH_ATTN", builder), RunnerState(8, decode_step=False))
+    attention.install(runner("FLASH_ATTN", builder), RunnerState(isolate(8), decode_step=False))
     builder.build(0, None)
     assert (metadata.max_num_splits, metadata.scheduler_metadata) == (0, "schedule")
 
 
 def test_a_graph_that_splits_is_an_error():
     _, builder = flash(32)
-    attention.install(runner("FLASH_ATTN", builder), RunnerState(8, decode_step=True, graph=True))
+    attention.install(
+        runner("FLASH_ATTN", builder), RunnerState(isolate(8), decode_step=True, graph=True)
+    )
     with pytest.raises(RuntimeError, match="32 ways"):
         builder.build(0, None)
 
 
 def test_a_graph_with_one_split_keeps_its_schedule():
     metadata, builder = flash(1)
-    attention.install(runner("FLASH_ATTN", builder), RunnerState(8, decode_step=True, graph=True))
+    attention.install(
+        runner("FLASH_ATTN", builder), RunnerState(isolate(8), decode_step=True, graph=True)
+    )
     builder.build(0, None)
     assert metadata.scheduler_metadata == "schedule"
 
@@ -50,7 +56,7 @@ def test_a_graph_with_one_split_keeps_its_schedule():
 def test_mla_constrains_its_decode_part():
     inner = SimpleNamespace(max_num_splits=0, scheduler_metadata="schedule")
     builder = SimpleNamespace(build=lambda *a, **k: SimpleNamespace(decode=inner))
-    attention.install(runner("FLASH_ATTN_MLA", builder), RunnerState(8, decode_step=True))
+    attention.install(runner("FLASH_ATTN_MLA", builder), RunnerState(isolate(8), decode_step=True))
     builder.build(0, None)
     assert (inner.max_num_splits, inner.scheduler_metadata) == (1, None)
 

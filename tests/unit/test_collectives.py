@@ -39,13 +39,13 @@ def _worker(rank, port, queue):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     group = _Group(dist.group.WORLD)
-    assert install(group, decode_rows=ROWS)
+    assert install(group, most_rows=ROWS)
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(ROWS, WIDTH, generator=generator).to(torch.bfloat16)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(9))
     reduce = group.device_communicator.all_reduce
     straight, shuffled, alone = reduce(x), reduce(x[order]), reduce(x[2:3])
-    longer = reduce(torch.cat([x, x]))  # past decode_rows: the communicator's own
+    longer = reduce(torch.cat([x, x]))  # past most_rows: the communicator's own
     if rank == 0:
         equal = torch.equal(straight[order].view(torch.int16), shuffled.view(torch.int16))
         one = torch.equal(straight[2:3].view(torch.int16), alone.view(torch.int16))

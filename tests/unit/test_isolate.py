@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_traces import BLOCK_SIZE, NOT_PAUSED, PAUSED_ALL, Arrival, Trace, Watch, traces
 
-from corun.schedule.isolate import IsolatePolicy, Kind, refusal
+from corun.schedule.held import HeldPolicy as IsolatePolicy
+from corun.schedule.held import Kind
 from corun.schedule.ledger import BlockLedger, KVGeometry, KVGroup, never_fits_message
+from corun.schedule.refusal import refusal
 
 
 @dataclass(eq=False)

@@ -1,4 +1,5 @@
 import torch
+from plans import isolate
 
 from corun.engine import lm_head
 from corun.engine.runner_state import RunnerState
@@ -17,7 +18,7 @@ class Model:
 
 
 def held():
-    model, state = Model(), RunnerState(decode_rows=4)
+    model, state = Model(), RunnerState(isolate(4))
     lm_head.install(model, state)
     return model, state
 
@@ -64,7 +65,7 @@ def test_a_full_batch_is_not_copied():
 
 def test_a_head_that_returns_nothing():
     """Tensor-parallel ranks that gather no logits return None."""
-    model, state = Model(), RunnerState(decode_rows=4, decode_step=True)
+    model, state = Model(), RunnerState(isolate(4), decode_step=True)
     model.compute_logits = lambda hidden_states: None
     lm_head.install(model, state)
     assert model.compute_logits(torch.randn(2, 5)) is None

@@ -1,6 +1,7 @@
 import pytest
 
 pytest.importorskip("vllm")
+from plans import isolate
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -18,7 +19,7 @@ class V1Runner:
 
 
 def v1(mode, rows, decode_step):
-    runner, state = V1Runner(mode, rows), RunnerState(8, decode_step=decode_step)
+    runner, state = V1Runner(mode, rows), RunnerState(isolate(8), decode_step=decode_step)
     padding.install_v1(runner, state)
     result = runner._determine_batch_execution_and_padding(num_tokens=3, num_reqs=3)
     mode, descriptor, *rest = result
@@ -68,7 +69,7 @@ def test_v2(mode, rows, decode_step, expected, graph):
     class Runner:
         cudagraph_manager = Manager(mode, rows)
 
-    state = RunnerState(8, decode_step=decode_step)
+    state = RunnerState(isolate(8), decode_step=decode_step)
     padding.install_v2(Runner, state)
     descriptor = Runner.cudagraph_manager.dispatch(3, 3, 1, num_active_loras=0)
     assert descriptor.num_tokens == expected

@@ -80,6 +80,57 @@ def test_draw(vocab, kind):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("plain", torch.float32),
+        ("ties", torch.bfloat16),
+        ("masked", torch.float16),
+        ("flat", torch.float32),
+    ],
+)
+def test_draw_with_little_room(monkeypatch, kind, dtype):
+    """Tiles and brackets far smaller than a row: many passes, and plateaus of ties that overflow.
+
+    The kept entries may differ from the CPU's, whose sums are float64, by what rounding explains.
+    """
+    monkeypatch.setattr(triton_race, "TILE", 256)
+    monkeypatch.setattr(triton_race, "BRACKET", 16)
+    vocab, positions = 801, torch.arange(len(KINDS)) * 1001
+    logits, p = rows(vocab, kind).to(dtype), params(vocab, CPU)
+    found = triton_race.race(logits.to(DEVICE), params(vocab, DEVICE), positions.to(DEVICE))
+    token, *cut = (x.cpu() for x in found)
+    expected, *expected_cut = cpu_race.race(logits, p, positions)
+    assert torch.equal(token, expected)
+    kept = processed_logits(logits, p, *cut) > -torch.inf
+    expected_kept = processed_logits(logits, p, *expected_cut) > -torch.inf
+    temperature = torch.where(p.random(), p.temperature, 1.0)[:, None]
+    mass = (logits.float() / temperature).softmax(dim=-1).nan_to_num()
+    moved = kept ^ expected_kept
+    # Under top-p alone; one entry at most, and only where its mass is next to nothing.
+    assert not moved[p.top_p == 1.0].any()
+    assert moved.sum(dim=-1).max() <= 1
+    assert (mass * moved).max() < 2e-5
+
+
+def test_ties_are_kept_in_entry_order(monkeypatch):
+    """Plateaus of more equal logits than the bracket holds: the first entries are kept."""
+    monkeypatch.setattr(triton_race, "TILE", 128)
+    monkeypatch.setattr(triton_race, "BRACKET", 16)
+    vocab = 512
+    logits = torch.zeros(2, vocab)
+    logits[:, 1::2] = 2.0
+    top_k, top_p = [vocab, 300], [0.5, 1.0]
+    p = RowParams.build(
+        2, vocab, DEVICE, temperature=np.ones(2), top_k=np.array(top_k), top_p=np.array(top_p),
+        min_p=np.zeros(2), seeds=np.arange(2),
+    )  # fmt: skip
+    _, cut_logit, cut_entry = triton_race.race(logits.to(DEVICE), p, torch.arange(2).to(DEVICE))
+    # 256 entries weigh e**2 and 256 weigh 1: half of all mass is 145.3 of the first.
+    assert cut_logit.tolist() == [2.0, 0.0]
+    assert cut_entry.tolist() == [2 * 145 + 1, 2 * 43]
+
+
 def test_scores():
     logits = rows(4100, "ties")
     tokens = torch.arange(len(KINDS)) * 7

@@ -579,7 +579,7 @@ def test_slots_are_those_of_max_num_active_seqs_where_vllm_has_it(config, gramma
         made = build(config, grammars, trace_of())
     finally:
         config.scheduler_config.max_num_active_seqs = None
-    assert made.isolate.max_running == 2
+    assert made.held.max_running == 2
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_settings_come_from_flags_then_additional_config_then_environment(monkey
     monkeypatch.setenv("CORUN_STRICT", "0")
     assert with_settings({"x": 1}, {}) == {
         "x": 1,
-        "corun": {"policy": "isolate", "strict": False, "step_log": None},
+        "corun": CoRunConfig("isolate", strict=False).to_mapping(),
     }
     assert with_settings(None, {"policy": "off"})["corun"]["policy"] == "off"
     given = {"corun": {"policy": "off"}}

@@ -9,8 +9,8 @@ from corun.engine.sampling.params import RowParams
 
 
 def all_rows(state: RunnerState, logits: torch.Tensor) -> torch.Tensor:
-    """All rows of this step, [R, V] in a decode step; logits: the active rows [n, V]."""
-    if not state.decode_step:
+    """All rows that the sampler sees, [R, V] where padded; logits: the active rows [n, V]."""
+    if not state.sampler_padded:
         return logits
     padded = state.padded_logits
     assert padded is not None and padded.data_ptr() == logits.data_ptr(), (

@@ -1,15 +1,16 @@
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: PLR0917 -- a kernel takes its pointers and sizes by position
-"""Exact cuts through a row's order inside a Triton kernel: which head do the filters keep?
+"""Pieces of a row's order inside a Triton kernel: its keys, its groups of entries, their weights.
 
 The order: logit descending, entry ascending. A row is read through a list of its groups of entries,
-those whose maximum reaches a bound below the cut. Needs Triton.
+those whose maximum reaches a bound below the cut. Every sum runs over one row in a fixed order.
+Needs Triton.
 """
 
 import triton
 import triton.language as tl
 
-_LINEAR_PASSES = tl.constexpr(16)
+LANE = tl.constexpr(4)  # neighbours that one thread loads at once and may add up on its own
 
 
 @triton.jit
@@ -62,7 +63,13 @@ def weigh(logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass):
 
 
 @triton.jit
-def find_cut(
+def add_lanes(x, rows: tl.constexpr, group: tl.constexpr):
+    """Sums of neighbours, [rows, group] -> [rows, group / LANE]: a fourth of the registers."""
+    return tl.sum(tl.reshape(x, (rows, group // LANE, LANE)), axis=2)
+
+
+@triton.jit
+def base_mass(
     row_ptr,
     listed_ptr,
     listed,
@@ -72,78 +79,16 @@ def find_cut(
     floor,
     base_key,
     base_cut,
-    by_mass,
-    target,
-    low,
-    high,
     rows: tl.constexpr,
     group: tl.constexpr,
+    stages: tl.constexpr,
 ):
-    """The shortest head of the base set whose weight reaches `target`: (last key, last entry).
-
-    Searches keys in [low, high]; `low` is known to reach the target. Each pass over the listed
-    groups tries three pivots: a quarter of the logits' interval apart while that is finite, later
-    a quarter of the keys', so that the search ends at a key. Ties are kept in entry order.
-    """
-    passes = 0
-    while low < high:
-        below, above = logit_of(low), logit_of(high)
-        width = (above - below) * 0.25
-        step = (high - low) // 4 + 1
-        linear = (passes < _LINEAR_PASSES) & (below > float("-inf"))
-        key_1 = tl.where(linear, sortable(below + width + 0.0), low + step)
-        key_2 = tl.where(linear, sortable(below + 2.0 * width + 0.0), low + 2 * step)
-        key_3 = tl.where(linear, sortable(below + 3.0 * width + 0.0), low + 3 * step)
-        key_1 = tl.minimum(tl.maximum(key_1, low + 1), high)
-        key_2 = tl.minimum(tl.maximum(key_2, key_1), high)
-        key_3 = tl.minimum(tl.maximum(key_3, key_2), high)
-        at_1 = tl.zeros((rows, group), dtype=tl.float32)
-        at_2 = tl.zeros((rows, group), dtype=tl.float32)
-        at_3 = tl.zeros((rows, group), dtype=tl.float32)
-        for start in range(0, listed, rows):
-            logit, _number, entry, valid = load_groups(
-                row_ptr, listed_ptr, start, listed, vocab, rows, group
-            )
-            key, weight = weigh(logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass)
-            at_1 += tl.where(key >= key_1, weight, 0.0)
-            at_2 += tl.where(key >= key_2, weight, 0.0)
-            at_3 += tl.where(key >= key_3, weight, 0.0)
-        by_1, by_2, by_3 = tl.sum(at_1) >= target, tl.sum(at_2) >= target, tl.sum(at_3) >= target
-        high = tl.where(by_3, high, tl.where(by_2, key_3, tl.where(by_1, key_2, key_1)) - 1)
-        low = tl.where(by_3, key_3, tl.where(by_2, key_2, tl.where(by_1, key_1, low)))
-        passes += 1
-    above_low = tl.zeros((rows, group), dtype=tl.float32)
-    at_low = tl.zeros((rows, group), dtype=tl.float32)
-    tie_weight = 0.0
-    for start in range(0, listed, rows):
+    """The mass of the whole base set."""
+    masses = tl.zeros((rows, group // LANE), dtype=tl.float32)
+    for start in tl.range(0, listed, rows, num_stages=stages):
         logit, _number, entry, valid = load_groups(
             row_ptr, listed_ptr, start, listed, vocab, rows, group
         )
-        key, weight = weigh(logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass)
-        above_low += tl.where(key > low, weight, 0.0)
-        at_low += ((key == low) & (weight > 0.0)).to(tl.float32)
-        tie_weight = tl.maximum(tie_weight, tl.max(tl.where(key == low, weight, 0.0)))
-    above = tl.sum(above_low)
-    ties = tl.sum(at_low)
-    needed = tl.where(tie_weight > 0.0, tl.ceil((target - above) / tie_weight), ties)
-    needed = tl.minimum(tl.maximum(needed, 1.0), tl.maximum(ties, 1.0))
-    first = tl.zeros((), dtype=tl.int32)
-    # Among ties with the base set's last entry, those after it never belonged.
-    last = tl.where(low == base_key, tl.minimum(base_cut, vocab - 1), first + (vocab - 1))
-    if needed < ties:
-        while first < last:
-            middle = (first + last) // 2
-            found = tl.zeros((rows, group), dtype=tl.float32)
-            for start in range(0, listed, rows):
-                logit, _number, entry, valid = load_groups(
-                    row_ptr, listed_ptr, start, listed, vocab, rows, group
-                )
-                key, weight = weigh(
-                    logit, entry, valid, top, scale, floor, base_key, base_cut, by_mass
-                )
-                tie = (key == low) & (weight > 0.0) & (entry <= middle)
-                found += tie.to(tl.float32)
-            enough = tl.sum(found) >= needed
-            last = tl.where(enough, middle, last)
-            first = tl.where(enough, first, middle + 1)
-    return low, last
+        _key, weight = weigh(logit, entry, valid, top, scale, floor, base_key, base_cut, True)
+        masses += add_lanes(weight, rows, group)
+    return tl.sum(masses)

@@ -11,8 +11,8 @@ sums run over fixed columns.
    block's winner. A row with top-k, top-p or min-p: only each group's maximum and mass.
 2. ``_finish_rows`` (one program per row). An unfiltered row: the best of its blocks' winners. A
    filtered row: group maxima bound the cut from below (at least k entries reach the k-th largest
-   group maximum; likewise for mass), so only the few groups that reach the bound are read again,
-   to find the exact cut and to hold the race among the survivors.
+   group maximum; likewise for mass), so only the groups that reach the bound are read again: in
+   a few passes to find the exact cut, in the last to hold the race among the survivors.
 
 Filters keep the head of the order (logit descending, entry ascending): min-p, then top-k, then
 top-p renormalised over what those two kept; top-p keeps an entry while the mass before it is
@@ -24,9 +24,10 @@ import triton
 import triton.language as tl
 
 from corun.engine.sampling.params import GREEDY_BELOW, RowParams
+from corun.engine.sampling.triton_cut import find_cut
 from corun.engine.sampling.triton_heads import (
+    base_mass,
     bound_below,
-    find_cut,
     load_groups,
     sortable,
     weigh,
@@ -36,7 +37,11 @@ from corun.engine.sampling.triton_noise import exponential, quad_words
 BLOCK = 4096
 GROUP = 32
 MAX_GROUPS = 8192
-TILE = 2048
+TILE = 4096  # entries that a program of _finish_rows reads at once
+BRACKET = 4096  # entries among which it ends its search for a cut
+FINISH_WARPS = 8
+FINISH_REGISTERS = 128  # per thread; two programs then share a multiprocessor
+STAGES = 1  # of its software pipeline of loads; 1: none
 
 _GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -114,6 +119,7 @@ def _finish_rows(
     group_max_ptr,
     group_mass_ptr,
     listed_ptr,
+    bracket_ptr,
     token_ptr,
     cut_logit_ptr,
     cut_entry_ptr,
@@ -125,6 +131,8 @@ def _finish_rows(
     groups: tl.constexpr,
     padded_groups: tl.constexpr,
     rows: tl.constexpr,
+    room: tl.constexpr,
+    stages: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
@@ -154,6 +162,7 @@ def _finish_rows(
 
     row_ptr = logits_ptr + row * row_stride
     row_listed_ptr = listed_ptr + row * groups
+    row_bracket_ptr = bracket_ptr + row * room
     g = tl.arange(0, padded_groups)
     inside = g < groups
     maxima = tl.load(group_max_ptr + row * groups + g, mask=inside, other=float("-inf")) + 0.0
@@ -181,36 +190,34 @@ def _finish_rows(
     tl.store(row_listed_ptr + place, g, mask=reach)
     tl.debug_barrier()  # the list is read back by other threads of this program
 
+    lowest_leader = tl.min(tl.where(maxima > float("-inf"), maxima, top))
+    reach = tl.where(lowest_leader < top, (top - lowest_leader) * 0.5, 1.0)
     cut_key = tl.zeros((), dtype=tl.uint32)
     cut_entry = tl.zeros((), dtype=tl.int32) + vocab
     if top_k < vocab:
         cut_key, cut_entry = find_cut(
-            row_ptr, row_listed_ptr, listed, vocab, top, scale, float("-inf"), cut_key, cut_entry,
-            False, top_k.to(tl.float32), bound, high, rows, group,
+            row_ptr, row_listed_ptr, row_bracket_ptr, listed, vocab, top, scale, float("-inf"),
+            cut_key, cut_entry, False, top_k.to(tl.float32), bound, high, reach, rows, group, room,
+            stages,
         )  # fmt: skip
     if top_p < 1.0:
         if not by_mass:
-            masses = tl.zeros((rows, group), dtype=tl.float32)
-            for start in range(0, listed, rows):
-                logit, _number, entry, valid = load_groups(
-                    row_ptr, row_listed_ptr, start, listed, vocab, rows, group
-                )
-                _key, weight = weigh(
-                    logit, entry, valid, top, scale, floor, cut_key, cut_entry, True
-                )
-                masses += weight
-            total = tl.sum(masses)
+            total = base_mass(
+                row_ptr, row_listed_ptr, listed, vocab, top, scale, floor, cut_key, cut_entry,
+                rows, group, stages,
+            )  # fmt: skip
         cut_key, cut_entry = find_cut(
-            row_ptr, row_listed_ptr, listed, vocab, top, scale, floor, cut_key, cut_entry,
-            True, top_p * total, tl.maximum(tl.maximum(bound, cut_key), deep), high, rows, group,
+            row_ptr, row_listed_ptr, row_bracket_ptr, listed, vocab, top, scale, floor,
+            cut_key, cut_entry, True, top_p * total,
+            tl.maximum(tl.maximum(bound, cut_key), deep), high, reach, rows, group, room, stages,
         )  # fmt: skip
 
     seed = tl.load(seeds_ptr + row)
     position = tl.load(positions_ptr + row)
-    best = float("inf")
-    winner = tl.zeros((), dtype=tl.int32) + _NO_ENTRY
-    lowest = float("inf")
-    for start in range(0, listed, rows):
+    best = tl.full((rows, group), float("inf"), dtype=tl.float32)
+    first = tl.full((rows, group), _NO_ENTRY, dtype=tl.int32)
+    lowest = tl.full((rows, group), float("inf"), dtype=tl.float32)
+    for start in tl.range(0, listed, rows, num_stages=stages):
         logit, number, entry, valid = load_groups(
             row_ptr, row_listed_ptr, start, listed, vocab, rows, group
         )
@@ -218,15 +225,16 @@ def _finish_rows(
         quads = number[:, None] * (group // 4) + tl.arange(0, group // 4)[None, :]
         noise = exponential(tl.reshape(quad_words(seed, quads, position), (rows, group)))
         time = tl.where(weight > 0.0, noise * tl.exp2((top - logit) * scale), float("inf"))
-        tile_best = tl.min(time)
-        tile_winner = tl.min(tl.where((time == tile_best) & (weight > 0.0), entry, _NO_ENTRY))
-        earlier = (tile_best < best) | ((tile_best == best) & (tile_winner < winner))
-        winner = tl.where(earlier, tile_winner, winner)
-        best = tl.minimum(best, tile_best)
-        lowest = tl.minimum(lowest, tl.min(tl.where(weight > 0.0, logit, float("inf"))))
+        # Entries rise from tile to tile, so the first of equal times is the lowest entry.
+        earlier = (weight > 0.0) & ((time < best) | (first == _NO_ENTRY))
+        first = tl.where(earlier, entry, first)
+        best = tl.where(earlier, time, best)
+        lowest = tl.minimum(lowest, tl.where(weight > 0.0, logit, float("inf")))
+    last_logit = tl.min(lowest)
+    winner = tl.min(tl.where(best == tl.min(best), first, _NO_ENTRY))
     tl.store(token_ptr + row, tl.minimum(winner, vocab - 1).to(tl.int64))
-    tl.store(cut_logit_ptr + row, lowest)
-    tl.store(cut_entry_ptr + row, tl.where(sortable(lowest) == cut_key, cut_entry, vocab))
+    tl.store(cut_logit_ptr + row, last_logit)
+    tl.store(cut_entry_ptr + row, tl.where(sortable(last_logit) == cut_key, cut_entry, vocab))
 
 
 def race(
@@ -249,6 +257,7 @@ def race(
     group_max, group_mass = logits.new_empty((2, rows, groups), dtype=f32)
     block_token = logits.new_empty((rows, blocks), dtype=i32)
     listed = logits.new_empty((rows, groups), dtype=i32)
+    bracket = logits.new_empty((rows, BRACKET), dtype=i32)
     token = logits.new_empty(rows, dtype=torch.int64)
     cut_logit, cut_entry = logits.new_empty(rows, dtype=f32), logits.new_empty(rows, dtype=i32)
     given = (
@@ -270,6 +279,7 @@ def race(
     _finish_rows[(rows,)](
         *given,
         listed,
+        bracket,
         token,
         cut_logit,
         cut_entry,
@@ -277,7 +287,10 @@ def race(
         groups=groups,
         padded_groups=triton.next_power_of_2(groups),
         rows=TILE // group,
-        num_warps=8,
+        room=BRACKET,
+        stages=STAGES,
+        num_warps=FINISH_WARPS,
+        maxnreg=FINISH_REGISTERS,
         **sizes,
     )
     return token, cut_logit, cut_entry

@@ -29,7 +29,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from corun.engine.sampling.core import all_rows, processed_logits, sample_rows, warm_up
+from corun.engine.sampling.core import all_rows, processed_logits, sample_rows
 from corun.engine.sampling.logprobs import OwnEntries, RowScores, score_table
 from corun.engine.sampling.params import RowParams, to_device, top_k_of
 
@@ -288,9 +288,3 @@ def install(runner: Any) -> None:
             "one request may depend on others. Start the engine without them, or with policy 'off'"
         )
     runner.sampler = CoRunSampler(runner, runner.sampler)
-    warm_up(
-        runner.corun.decode_rows,
-        runner.model_config.get_vocab_size(),
-        runner.model_config.dtype,
-        runner.device,
-    )

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 
-from corun.engine.sampling.core import all_rows, processed_logits, sample_rows, warm_up
+from corun.engine.sampling.core import all_rows, processed_logits, sample_rows
 from corun.engine.sampling.logprobs import OwnEntries, RowScores, score_table
 from corun.engine.sampling.params import RowParams, top_k_of
 
@@ -286,9 +286,3 @@ def install(runner: Any) -> None:
             "others. Start the engine without it, or with policy 'off'"
         )
     runner.sampler = CoRunSampler.adopt(sampler, runner)
-    warm_up(
-        runner.corun.decode_rows,
-        runner.vocab_size,
-        runner.model_config.dtype,
-        runner.device,
-    )

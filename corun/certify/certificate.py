@@ -1,0 +1,191 @@
+"""The certificate: what was measured on this machine, for one model's shapes. Pure Python."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from corun.rows import Rows
+
+VERSION = 1
+
+
+class CertificateError(ValueError):
+    """A certificate that cannot be used: damaged, of another version, or of another domain."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowClaim:
+    """One row-wise operation.
+
+    name: module class and shape. sampled: it sees the rows that sample (LM head), not a step's.
+    classes: sets of row counts within which a row keeps its bits at any place and beside any rows;
+        the first holds the largest count tried. variant: counts that depend on place or neighbors.
+    values: values compared. seconds: time it took.
+    """
+
+    name: str
+    sampled: bool
+    classes: tuple[Rows, ...]
+    variant: Rows
+    values: int
+    seconds: float
+
+    def same(self) -> Rows:
+        """The class that holds the largest count, or the empty set."""
+        return self.classes[0] if self.classes else Rows()
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "name": self.name,
+            "sampled": self.sampled,
+            "classes": [c.to_lists() for c in self.classes],
+            "variant": self.variant.to_lists(),
+            "values": self.values,
+            "seconds": round(self.seconds, 3),
+        }
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> "RowClaim":
+        """The inverse of ``to_mapping``."""
+        return cls(
+            given["name"],
+            given["sampled"],
+            tuple(Rows.from_lists(c) for c in given["classes"]),
+            Rows.from_lists(given["variant"]),
+            given["values"],
+            given["seconds"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepClaim:
+    """One property of steps (see ``compositions.PROPERTIES``), of one operation.
+
+    operation: an attention layer's class and shape, or "model" for the whole network.
+    holds: no bit differed. trials, values: step compositions run, and values compared in them.
+    example: the first difference, in words; None where it holds.
+    """
+
+    operation: str
+    name: str
+    holds: bool
+    trials: int
+    values: int
+    example: str | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "operation": self.operation,
+            "name": self.name,
+            "holds": self.holds,
+            "trials": self.trials,
+            "values": self.values,
+            "example": self.example,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCheck:
+    """The loaded engine under the plan, once: requests alone against the same in company.
+
+    equal: no bit differed. tokens, logprobs: values compared. example: the first difference.
+    """
+
+    equal: bool
+    tokens: int
+    logprobs: int
+    example: str | None = None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "equal": self.equal,
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+            "example": self.example,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What was measured, and for what.
+
+    domain: what the claims hold for (model shape, dtype, device, software, settings), JSON values.
+    rows, steps: the claims. engine: the end-to-end check, None before it ran.
+    largest: the largest row count a step was tried with. seconds: time that all of it took.
+    """
+
+    domain: Mapping[str, Any]
+    rows: tuple[RowClaim, ...]
+    steps: tuple[StepClaim, ...]
+    largest: int
+    seconds: float
+    engine: EngineCheck | None = None
+
+    def holds(self, name: str) -> bool:
+        """Whether a property holds for every operation that it was tried with (at least one)."""
+        claims = [claim for claim in self.steps if claim.name == name]
+        return bool(claims) and all(claim.holds for claim in claims)
+
+    def step_rows(self) -> Rows:
+        """Row counts in the class of the largest count, for every operation of a step."""
+        return self._together(sampled=False)
+
+    def sample_rows(self) -> Rows:
+        """The same for the rows that sample."""
+        return self._together(sampled=True)
+
+    def _together(self, *, sampled: bool) -> Rows:
+        claims = [claim for claim in self.rows if claim.sampled == sampled]
+        if not claims:
+            return Rows()
+        common = claims[0].same()
+        for claim in claims[1:]:
+            common &= claim.same()
+        return common
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that name these very claims."""
+        body = json.dumps(self.to_mapping(), sort_keys=True)
+        return hashlib.sha256(body.encode()).hexdigest()[:16]
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "version": VERSION,
+            "domain": dict(self.domain),
+            "rows": [claim.to_mapping() for claim in self.rows],
+            "steps": [claim.to_mapping() for claim in self.steps],
+            "largest": self.largest,
+            "seconds": round(self.seconds, 3),
+            "engine": self.engine.to_mapping() if self.engine else None,
+        }
+
+    @classmethod
+    def from_mapping(cls, given: Any) -> "Certificate":
+        """The inverse of ``to_mapping``. CertificateError where it is none."""
+        if not isinstance(given, Mapping) or "version" not in given:
+            raise CertificateError("this is no CoRun certificate; make one with 'corun certify'")
+        if given["version"] != VERSION:
+            raise CertificateError(
+                f"this certificate has format {given['version']}, not {VERSION}; make a new one "
+                "with 'corun certify'"
+            )
+        try:
+            return cls(
+                dict(given["domain"]),
+                tuple(RowClaim.from_mapping(claim) for claim in given["rows"]),
+                tuple(StepClaim(**claim) for claim in given["steps"]),
+                int(given["largest"]),
+                float(given["seconds"]),
+                EngineCheck(**given["engine"]) if given["engine"] else None,
+            )
+        except (KeyError, TypeError, ValueError) as e:
+            raise CertificateError(
+                f"this certificate is damaged ({e!r}); make a new one with 'corun certify'"
+            ) from e

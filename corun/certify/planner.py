@@ -1,0 +1,223 @@
+"""Certificate -> plan: the least restrictive schedule that keeps the contract. Pure Python.
+
+The argument (docs/contract.md): a request's rows keep their bits if every row-wise operation sees
+row counts of one class only, and if attention gives a row the same bits in every composition that
+a step may have. What a certificate does not show to hold, the plan forbids, one grant at a time.
+"""
+
+from dataclasses import dataclass
+
+from corun.certify.certificate import Certificate
+from corun.plan import Grants, Plan
+from corun.rows import Rows
+
+ORDER = ("certified", "pack", "isolate")
+MOST_PADDING = 2.0  # rows for each token, in steps of LEAST_TOKENS tokens or more
+LEAST_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a plan must suit: requests and tokens in a step, and whether decode replays graphs.
+
+    requests: ``max_num_seqs``. tokens: ``max_num_batched_tokens``.
+    """
+
+    requests: int
+    tokens: int
+    decode_graph: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a policy is allowed, and why or why not, in one sentence."""
+
+    policy: str
+    allowed: bool
+    reason: str
+
+
+def grants(certificate: Certificate) -> Grants:
+    """What steps may hold under this certificate."""
+    # A free cut may leave one token, which runs as a decode row; recomputed and cached tokens were
+    # decoded once and prefilled once.
+    either_way = certificate.holds("chunks") and certificate.holds("decode_is_prefill")
+    return Grants(
+        mixed=certificate.holds("mixed"),
+        batched_prefill=certificate.holds("batched_prefill"),
+        free_chunks=either_way,
+        prefix_cache=either_way,
+        preemption=either_way,
+    )
+
+
+def longest_step(rows: Rows, engine: Engine) -> int | None:
+    """The most tokens that a step should hold: the largest count at which no step is padded much.
+
+    None where even ``engine.requests`` tokens would be.
+    """
+    counts = [n for n in rows if engine.requests <= n <= engine.tokens]
+    for longest in reversed(counts):
+        if _padding(rows, longest) <= MOST_PADDING:
+            return longest
+    return None
+
+
+def _padding(rows: Rows, longest: int) -> float:
+    """The most rows for each token among steps of LEAST_TOKENS to `longest` tokens."""
+    worst, previous = 1.0, 0
+    for first, last in rows.ranges:
+        if first > longest:
+            break
+        # The step that is padded most holds one token more than the range before allows.
+        tokens = max(previous + 1, LEAST_TOKENS)
+        if tokens < first:
+            worst = max(worst, first / tokens)
+        previous = last
+    return worst
+
+
+def plan_certified(certificate: Certificate, engine: Engine) -> Plan | str:
+    """The plan for ``certified``, or why there is none."""
+    rows, sampled = certificate.step_rows(), certificate.sample_rows()
+    if engine.requests > 1 and not certificate.holds("decode_rows"):
+        return _because(certificate, "decode_rows")
+    if engine.tokens > certificate.largest:
+        return (
+            f"the certificate covers steps of at most {certificate.largest} tokens, not "
+            f"{engine.tokens}"
+        )
+    if sampled.at_least(engine.requests) is None:
+        return f"the LM head was certified for {sampled} rows, not {engine.requests}"
+    longest = longest_step(rows, engine)
+    if longest is None:
+        return (
+            f"no step of {engine.requests} tokens or more keeps all operations in one shape class "
+            f"without much padding (their common class: {_short(rows)})"
+        )
+    given = grants(certificate)
+    forbidden = [name for name, on in _named(given) if not on]
+    return Plan(
+        policy="certified",
+        decode_rows=engine.requests,
+        max_prefill_tokens=longest,
+        decode_graph=engine.decode_graph,
+        reason="measured on this machine: every operation has one shape class over these steps"
+        + (f"; not allowed: {', '.join(forbidden)}" if forbidden else ""),
+        grants=given,
+        step_rows=rows & Rows.span(1, longest),
+        sample_rows=sampled,
+        certificate=certificate.digest,
+        class_of=(certificate.largest, sampled.largest),
+    )
+
+
+def plan_pack(certificate: Certificate, engine: Engine) -> Plan | str:
+    """The plan for ``pack``, or why there is none."""
+    for name in ("decode_rows", "batched_prefill"):
+        if not certificate.holds(name):
+            return _because(certificate, name)
+    if wrong := _varies(certificate, (engine.requests, engine.tokens), (engine.requests,)):
+        return wrong
+    return Plan(
+        policy="pack",
+        decode_rows=engine.requests,
+        max_prefill_tokens=engine.tokens,
+        decode_graph=engine.decode_graph,
+        reason=f"rows keep their bits at any place in steps of {engine.tokens} and of "
+        f"{engine.requests} rows, measured on this machine",
+        grants=Grants(batched_prefill=True),
+        certificate=certificate.digest,
+    )
+
+
+def plan_isolate(certificate: Certificate, engine: Engine) -> Plan | str:
+    """The plan for ``isolate``, or why there is none."""
+    if not certificate.holds("decode_rows"):
+        return _because(certificate, "decode_rows")
+    if wrong := _varies(certificate, (engine.requests,), (engine.requests,)):
+        return wrong
+    return Plan(
+        policy="isolate",
+        decode_rows=engine.requests,
+        max_prefill_tokens=engine.tokens,
+        decode_graph=engine.decode_graph,
+        reason=f"rows keep their bits at any place in decode steps of {engine.requests} rows, "
+        "measured on this machine",
+        certificate=certificate.digest,
+    )
+
+
+PLANNERS = {"certified": plan_certified, "pack": plan_pack, "isolate": plan_isolate}
+
+
+def verdicts(certificate: Certificate, engine: Engine) -> list[Verdict]:
+    """Whether each policy is allowed, the least restrictive first."""
+    found = []
+    for policy in ORDER:
+        plan = PLANNERS[policy](certificate, engine)
+        if isinstance(plan, str):
+            found.append(Verdict(policy, False, plan))
+        elif policy == "certified" and certificate.engine and not certificate.engine.equal:
+            found.append(Verdict(policy, False, _engine_differs(certificate)))
+        else:
+            found.append(Verdict(policy, True, plan.reason))
+    return found
+
+
+def plan(certificate: Certificate, engine: Engine, policy: str = "auto") -> Plan:
+    """The plan for `policy` (auto: the first that is allowed). ValueError says why there is none.
+
+    ``certified`` also needs the loaded engine's own check to have found every bit equal.
+    """
+    reasons = []
+    for name in ORDER if policy == "auto" else (policy,):
+        found = PLANNERS[name](certificate, engine)
+        if isinstance(found, Plan) and name == "certified":
+            if certificate.engine is None:
+                found = "the certificate was not checked on the loaded engine"
+            elif not certificate.engine.equal:
+                found = _engine_differs(certificate)
+        if isinstance(found, Plan):
+            return found
+        reasons.append(f"{name}: {found}")
+    raise ValueError(f"the certificate does not allow {'; '.join(reasons)}")
+
+
+def _named(given: Grants) -> list[tuple[str, bool]]:
+    return [
+        ("mixed steps", given.mixed),
+        ("batched prefill", given.batched_prefill),
+        ("free chunks", given.free_chunks),
+        ("prefix caching", given.prefix_cache),
+        ("preemption", given.preemption),
+    ]
+
+
+def _varies(certificate: Certificate, step: tuple[int, ...], sample: tuple[int, ...]) -> str | None:
+    """Which operation depends on a row's place or neighbors at one of these row counts."""
+    for claim in certificate.rows:
+        known = Rows.of([n for c in claim.classes for n in c])
+        for n in sample if claim.sampled else step:
+            if n in claim.variant:
+                return f"{claim.name} depends on a row's place at {n} rows; choose another number"
+            if n not in known:
+                return f"{claim.name} was not measured at {n} rows"
+    return None
+
+
+def _because(certificate: Certificate, name: str) -> str:
+    claim = next((c for c in certificate.steps if c.name == name and not c.holds), None)
+    if claim is None:
+        return f"{name.replace('_', ' ')} was not measured"
+    return f"{name.replace('_', ' ')} does not hold for {claim.operation}: {claim.example}"
+
+
+def _engine_differs(certificate: Certificate) -> str:
+    assert certificate.engine is not None
+    return f"the loaded engine disagreed with the probes: {certificate.engine.example}"
+
+
+def _short(rows: Rows) -> str:
+    text = str(rows)
+    return text if len(text) < 120 else text[:120].rsplit(",", 1)[0] + ", ..."

@@ -1,0 +1,90 @@
+"""Runs trials and turns them into claims. Torch only; the engine gives the function that runs."""
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+from corun.certify.certificate import StepClaim
+from corun.certify.compositions import PROPERTIES, Piece, Step, Trial
+from corun.certify.probe import MIN_VALUES, bits, mismatches
+
+HOME, SCRATCH = 0, 1
+Run = Callable[[Step, int], list[torch.Tensor]]
+"""Runs one step: (step, place of its KV cache) -> the rows of each piece, [tokens, width]."""
+
+
+class TrialBench:
+    """One operation, its reference rows, and what became of every trial.
+
+    run: see ``Run``. sizes: tokens of each sequence. Sequences are prefilled whole and alone at
+    place HOME, which decode rows are then tried on; everything else runs at SCRATCH.
+    """
+
+    def __init__(self, operation: str, run: Run, sizes: list[int]) -> None:
+        self.operation, self._run = operation, run
+        self._prefill = [bits(run((Piece(i, 0, n),), HOME)[0]) for i, n in enumerate(sizes)]
+        last = [Piece(i, n - 1, n) for i, n in enumerate(sizes)]
+        self._decode = {p.sequence: bits(run((p,), HOME)[0]) for p in last if p.start > 0}
+        self._sizes = sizes
+        self._wrong: dict[str, list[tuple[torch.Tensor | int, str]]] = {}
+        self._values: dict[str, int] = {}
+        self._trials: dict[str, int] = {}
+
+    def work(self, trials: Iterable[Trial], budget_s: float) -> list[StepClaim]:
+        """Run `trials`; a claim for each property tried.
+
+        When the seconds are over only properties with fewer than MIN_VALUES values go on. One that
+        ends with fewer is not shown to hold.
+        """
+        started = time.perf_counter()
+        for trial in trials:
+            enough = self._values.get(trial.name, 0) >= MIN_VALUES
+            if enough and time.perf_counter() - started > budget_s:
+                continue
+            self._one(trial)
+        return [self._claim(name) for name in PROPERTIES if name in self._trials]
+
+    def _one(self, trial: Trial) -> None:
+        self._trials[trial.name] = self._trials.get(trial.name, 0) + 1
+        for step in trial.steps:
+            place = SCRATCH if trial.name in ("chunks", "batched_prefill") else HOME
+            for piece, rows in zip(step, self._run(step, place), strict=True):
+                expected = self._expected(piece, trial.decode)
+                found = bits(rows)
+                self._values[trial.name] = self._values.get(trial.name, 0) + found.numel()
+                self._wrong.setdefault(trial.name, []).append(
+                    (mismatches(found, expected), _words(trial, step, piece, self._sizes))
+                )
+
+    def _expected(self, piece: Piece, decode: bool) -> torch.Tensor:
+        last = piece.tokens == 1 and piece.stop == self._sizes[piece.sequence]
+        if decode and last and piece.start > 0:
+            return self._decode[piece.sequence]
+        return self._prefill[piece.sequence][piece.start : piece.stop]
+
+    def _claim(self, name: str) -> StepClaim:
+        counts = [(int(wrong), words) for wrong, words in self._wrong[name]]
+        example = next((f"{wrong} values of {words}" for wrong, words in counts if wrong), None)
+        if example is None and self._values[name] < MIN_VALUES:
+            example = f"only {self._values[name]} values could be compared, not {MIN_VALUES}"
+        return StepClaim(
+            self.operation,
+            name,
+            example is None,
+            self._trials[name],
+            self._values[name],
+            example,
+        )
+
+
+def _words(trial: Trial, step: Step, piece: Piece, sizes: list[int]) -> str:
+    size = sizes[piece.sequence]
+    if piece.tokens == 1 and piece.start > 0:
+        what = f"the row decoded at position {piece.start}"
+    else:
+        what = f"tokens {piece.start} to {piece.stop - 1} of a prompt of {size}"
+    longest = max((p for p in step if p is not piece), key=lambda p: p.tokens, default=None)
+    if longest is None:
+        return f"{what}, alone"
+    return f"{what}, beside {len(step) - 1} others, the longest of {longest.tokens} tokens"

@@ -1,0 +1,83 @@
+"""Which plan runs: what was asked for, and what this machine's certificate allows."""
+
+import json
+from pathlib import Path
+
+from vllm.engine.arg_utils import EngineArgs
+
+from corun.certify import planner, store
+from corun.certify.certificate import Certificate, CertificateError
+from corun.config import MEASURE, CoRunConfig
+from corun.engine.subject import subject
+from corun.plan import Grants, Plan
+from corun.rows import Rows
+
+HOW = "make one with 'corun certify MODEL' (and the same engine arguments)"
+
+
+def without_model(policy: str) -> tuple[str, str]:
+    """The policy that runs for `policy` as far as can be told without a model, and why.
+
+    ValueError where it cannot run for any model here.
+    """
+    kept = store.count()
+    if policy == "auto":
+        return "isolate", f"or what a model's own certificate allows ({kept} kept here)"
+    if policy in ("pack", "certified"):
+        if not kept:
+            raise ValueError(
+                f"the policy {policy!r} needs a certificate, and none is kept here; {HOW}"
+            )
+        return policy, f"for models whose certificate allows it ({kept} kept here)"
+    return policy, "you asked for it"
+
+
+def find(config: CoRunConfig, args: EngineArgs, compiled_for: int) -> Certificate | None:
+    """The certificate that was named, or this machine's own; None where there is none.
+
+    compiled_for: see ``subject``. CertificateError where it is of no use here.
+    """
+    wanted = subject(args, compiled_for)
+    if config.certificate is None:
+        return store.load(wanted)
+    try:
+        given = json.loads(Path(config.certificate).read_text())
+    except (OSError, ValueError) as e:
+        raise CertificateError(f"the certificate {config.certificate} cannot be read: {e}") from e
+    certificate = Certificate.from_mapping(given)
+    store.check_subject(certificate, wanted, config.certificate)
+    return certificate
+
+
+def choose(
+    config: CoRunConfig, args: EngineArgs, rows: int, tokens: int, compiled_for: int
+) -> Plan:
+    """The plan for `config` (never ``off``). ValueError says why there is none.
+
+    rows: ``max_num_seqs``. tokens: the longest step asked for. ``decode_graph`` is not settled yet.
+    """
+    if config.certificate == MEASURE:
+        return Plan(
+            "certified",
+            rows,
+            tokens,
+            False,
+            "nothing is proven yet: this engine is being measured",
+            grants=Grants.everything(),
+            step_rows=Rows.span(1, tokens),
+            sample_rows=Rows.span(1, rows),
+        )
+    engine = planner.Engine(rows, tokens, decode_graph=False)
+    certificate = find(config, args, compiled_for)
+    if certificate is not None:
+        return planner.plan(certificate, engine, config.policy)
+    if config.policy in ("pack", "certified"):
+        raise ValueError(
+            f"the policy {config.policy!r} needs a certificate of this machine's shape classes, "
+            f"and there is none for this engine; {HOW}, or use 'isolate' or 'auto'"
+        )
+    if config.policy == "auto":
+        reason = f"no certificate says that more shapes are safe ({HOW}), and isolate needs none"
+    else:
+        reason = "you asked for it"
+    return Plan("isolate", rows, tokens, False, reason)

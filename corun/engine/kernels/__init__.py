@@ -1,0 +1,1 @@
+"""CoRun's own GPU kernels: each row's bits are a function of that row's request alone."""

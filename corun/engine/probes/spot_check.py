@@ -1,0 +1,51 @@
+"""A short check at every start that the engine is what its certificate says: a second at most.
+
+A library that was replaced under the same version, or a constraint that did not take, shows here
+and not in somebody's results.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from corun.certify.probe import RowProbe
+from corun.engine.probes.operations import find
+from corun.plan import Plan
+from corun.rows import Rows
+
+TRIED = 4
+MOST = 1024  # rows; larger counts cost time
+
+
+def some(rows: Rows) -> list[int]:
+    """A few counts of a class: ends of its ranges and some inside, up to MOST."""
+    edges = sorted({n for r in rows.ranges for n in r if n <= MOST} | {rows.ranges[0][0]})
+    middle = edges[-1] // 2
+    inside = [n for n in (2, 17, 64, middle) if n in rows]
+    return sorted({*edges[:: max(1, len(edges) // TRIED)], *inside, edges[-1]})
+
+
+@torch.inference_mode()
+def run(runner: Any, vllm_config: Any, compute_logits: Callable, plan: Plan) -> int:
+    """Compare every operation at a few of the plan's row counts; returns values compared.
+
+    RuntimeError names the operation that differs.
+    """
+    if not plan.certified:
+        return 0
+    values = 0
+    for operation in find(runner, vllm_config, compute_logits):
+        rows = plan.sample_rows if operation.sampled else plan.step_rows
+        probe = RowProbe(operation.function, operation.plain())
+        tried = some(rows)
+        tally = probe.compare(probe.reference(tried[-1]), tried)
+        values += tally.values
+        for n, wrong in tally.wrong.items():
+            if wrong:
+                raise RuntimeError(
+                    f"CoRun: {operation.name} gives other bits at {n} rows than its certificate "
+                    f"says ({wrong} values differ). Something changed since it was made: run "
+                    "'corun certify' again"
+                )
+    return values

@@ -1,0 +1,51 @@
+"""Seam: the subject of a certificate, read from engine arguments before an engine starts.
+
+See ``corun.certify.store`` for what a subject is. Whatever picks a kernel is in it: the model's
+shape, dtype, device, software, parallelism, compilation, and the constraints that CoRun sets.
+"""
+
+import hashlib
+import json
+import os
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+
+from corun.engine.domain import device_name, software
+
+SEAMS = (
+    ("vllm.engine.arg_utils", "EngineArgs.create_model_config"),
+    ("vllm.platforms", "current_platform.get_device_name"),
+)
+_VOLATILE = ("_name_or_path", "transformers_version")
+
+
+def model_shape(hf_config: Any) -> str:
+    """A hash of a Hugging Face config without the names in it that change nothing."""
+    config = {k: v for k, v in hf_config.to_dict().items() if k not in _VOLATILE}
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def subject(args: EngineArgs, tokens: int) -> dict[str, Any]:
+    """What a certificate for this engine speaks of, as JSON values.
+
+    tokens: ``max_num_batched_tokens``; the compiler's kernels may depend on it.
+    """
+    model_config = args.create_model_config()
+    eager = bool(args.enforce_eager) or current_platform.is_cpu()
+    return {
+        "model": model_shape(model_config.hf_config),
+        "dtype": str(model_config.dtype),
+        "device": device_name(),
+        "threads": os.cpu_count() if current_platform.is_cpu() else None,
+        "software": software(),
+        "tensor_parallel": args.tensor_parallel_size,
+        "compiled_for": None if eager else tokens,
+        "attention_backend": str(getattr(args, "attention_backend", None)),
+        "runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
+        "block_size": args.block_size,
+        "kv_cache_dtype": str(args.kv_cache_dtype),
+        "moe_backend": str(getattr(args, "moe_backend", None)),
+    }

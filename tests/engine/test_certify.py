@@ -1,0 +1,128 @@
+"""``corun certify`` on real vLLM, and what it allows: caching, preemption, mixed steps."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import SMALL
+
+pytest.importorskip("vllm")
+from vllm import SamplingParams
+
+from corun.certify import planner, store
+from corun.certify.certificate import Certificate
+from corun.cli import main
+from corun.config import MEASURE, CoRunConfig
+from corun.verify.engine import close_engine, open_engine
+
+BF16 = {**SMALL, "dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A place of its own for this module's certificates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CORUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def certified(cache, model_path, tmp_path_factory):
+    """The report of one ``corun certify``."""
+    path = tmp_path_factory.mktemp("certify") / "report.json"
+    flags = [f"--engine-arg={k}={v}" for k, v in SMALL.items() if k != "enforce_eager"]
+    given = ["certify", model_path, "--dtype", "bfloat16", "--budget", "8", "--json", str(path)]
+    assert main([*given, *flags]) == 0
+    return json.loads(path.read_text())
+
+
+def test_the_certificate_says_what_is_known_of_this_stack(certified):
+    certificate = Certificate.from_mapping(certified["certificate"])
+    print(f"compared {sum(c.values for c in (*certificate.rows, *certificate.steps))} values")
+    assert certificate.engine.equal and certificate.engine.logprobs > 200
+    assert min(claim.values for claim in certificate.steps) >= 100_000
+    split = [claim for claim in certificate.rows if len(claim.classes) > 1]
+    assert split, "vLLM's CPU linears have several shape classes in bf16"
+    assert {v["policy"]: v["allowed"] for v in certified["policies"]} == {
+        "certified": True,
+        "pack": True,
+        "isolate": True,
+    }
+
+
+def test_a_certificate_is_found_again_and_no_other_is_taken(certified, model_path, tmp_path):
+    kept = Certificate.from_mapping(json.loads(Path(certified["file"]).read_text()))
+    assert store.load(kept.domain) == kept
+    foreign = {**certified["certificate"], "domain": {**kept.domain, "device": "another"}}
+    path = tmp_path / "foreign.json"
+    path.write_text(json.dumps(foreign))
+    with pytest.raises(ValueError, match=r"of another engine.*device"):
+        open_engine(model_path, CoRunConfig("certified", certificate=str(path)), **BF16)
+
+
+def answers(llm, prompts):
+    params = SamplingParams(
+        temperature=0.6, seed=7, max_tokens=48, logprobs=2, ignore_eos=True, detokenize=False
+    )
+    found = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        sample = output.outputs[0]
+        values = [v.logprob for step in sample.logprobs for v in step.values()]
+        bits = np.array(values, dtype=np.float32).view(np.uint32).tolist()
+        found.append((list(sample.token_ids), bits))
+    return found
+
+
+def test_auto_caches_mixes_and_preempts_and_keeps_every_bit(certified, model_path):
+    """Room for fewer tokens than eight requests need: some lose their KV cache half-way."""
+    llm = open_engine(
+        model_path, CoRunConfig("auto"), **{**BF16, "max_model_len": 512}, num_gpu_blocks_override=9
+    )
+    try:
+        shared = "The quick brown fox jumps over the lazy dog. " * 14
+        prompts = [shared + f"Question {i}: " + "why? " * (7 * i % 20) for i in range(8)]
+        alone = [answers(llm, [prompt])[0] for prompt in prompts]
+        crowd = answers(llm, prompts)
+        again = answers(llm, prompts[::-1])[::-1]
+        print(f"compared {sum(len(t) + len(b) for t, b in alone) * 2} values")
+        assert crowd == alone and again == alone
+        report = llm.collective_rpc("corun_report")[0]
+    finally:
+        close_engine(llm)
+    assert report["plan"]["policy"] == "certified"
+    assert report["violation_count"] == 0
+    assert report["preempted"] > 0 and report["cached_tokens"] > 0 and report["mixed_steps"] > 0
+
+
+def test_a_linear_that_is_wrong_in_one_of_500_values_is_caught(cache, model_path):
+    """At one row count in seven; the whole model's own linear is tampered with."""
+    llm = open_engine(
+        model_path, CoRunConfig("certified", certificate=MEASURE), **BF16, max_num_batched_tokens=64
+    )
+
+    def tamper(worker):
+        layer = worker.model_runner.get_model().model.layers[0].self_attn.qkv_proj
+        apply = layer.quant_method.apply
+
+        def wrong(module, x, bias=None):
+            y = apply(module, x, bias)
+            if module is layer and len(x) % 7 == 3:
+                y = y.clone()
+                y.flatten()[::500] *= 1.01
+            return y
+
+        layer.quant_method.apply = wrong
+
+    try:
+        llm.collective_rpc(tamper)
+        given = llm.collective_rpc("corun_measure", args=({"test": "tampered"}, 4.0))[0]
+    finally:
+        close_engine(llm)
+    claim = next(c for c in Certificate.from_mapping(given).rows if c.name.startswith("QKV"))
+    print(f"compared {claim.values} values")
+    bad = [n for n in range(1, 65) if n % 7 == 3]
+    assert not any(n in claim.same() for n in bad)
+    assert any(n in claim.same() for n in range(1, 65))
+    plan = planner.plan_certified(Certificate.from_mapping(given), planner.Engine(8, 64, False))
+    assert isinstance(plan, str) or not any(n in plan.step_rows for n in bad)
