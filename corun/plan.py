@@ -107,6 +107,11 @@ class Plan:
         """Whether row counts follow a certificate rather than one fixed decode shape."""
         return self.policy == "certified"
 
+    @property
+    def constrained(self) -> bool:
+        """Whether kernels must be held to what a certificate was measured under."""
+        return self.policy in ("certified", "pack")
+
     def rows_for(self, tokens: int, *, decode: bool) -> int:
         """Rows of a step of `tokens` tokens that no CUDA graph pads."""
         if self.certified:

@@ -168,7 +168,12 @@ class Certificate:
 
     @classmethod
     def from_mapping(cls, given: Any) -> "Certificate":
-        """The inverse of ``to_mapping``. CertificateError where it is none."""
+        """The inverse of ``to_mapping``, also from a report that holds it under "certificate".
+
+        CertificateError where it is none.
+        """
+        if isinstance(given, Mapping) and isinstance(given.get("certificate"), Mapping):
+            given = given["certificate"]
         if not isinstance(given, Mapping) or "version" not in given:
             raise CertificateError("this is no CoRun certificate; make one with 'corun certify'")
         if given["version"] != VERSION:

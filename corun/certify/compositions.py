@@ -23,6 +23,7 @@ PROPERTIES = {
 BESIDE = (*range(2, 41), 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 500, 512, 1000)
 TOGETHER = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 200)
 RANDOM_TRIALS = 200
+LEAST_SEQUENCES = 40
 LENGTHS = (1, 2, 3, 7, 17, 33, 64, 65, 100, 129, 200, 257, 400, 700)
 
 
@@ -78,8 +79,8 @@ def lengths(limits: Limits, thorough: bool) -> list[int]:
     while budget < 0 and len(chosen) > 2:
         budget += chosen.pop(0)
     others = 0
-    while len(chosen) < limits.requests and budget > 40:
-        chosen.append(18 + others * 7 % 23)
+    while len(chosen) < max(limits.requests, LEAST_SEQUENCES) and budget > 40:
+        chosen.append(min(longest, 18 + others * 7 % 23))
         budget -= chosen[-1]
         others += 1
     return chosen
@@ -117,7 +118,7 @@ def _decode_is_prefill(sizes: list[int], limits: Limits) -> Iterator[Trial]:
     for i, size in enumerate(sizes[: len(LENGTHS) + 1]):
         for at in sorted({size - 1, size // 2, min(16, size - 1)}):
             yield Trial("decode_is_prefill", ((Piece(i, at, at + 1),),), decode=False)
-    for back in range(1, 25):  # every sequence at once, each at another position from its end
+    for back in range(1, 41):  # every sequence at once, each at another position from its end
         chosen = [i for i, size in enumerate(sizes) if size > back][: limits.requests]
         pieces = tuple(Piece(i, sizes[i] - back, sizes[i] - back + 1) for i in chosen)
         if pieces:
@@ -137,13 +138,21 @@ def _batched(sizes: list[int], limits: Limits) -> Iterator[Trial]:
                 step.append(Piece(i, 0, sizes[i]))
         yield Trial("batched_prefill", (tuple(step),), decode=False)
     for i in range(1, min(len(sizes) - 1, 40)):
-        if sizes[i] + sizes[i + 1] <= limits.step_tokens:
+        if sizes[i] + sizes[i + 1] <= limits.step_tokens and limits.requests > 1:
             pair = (Piece(i, 0, sizes[i]), Piece(i + 1, 0, sizes[i + 1]))
             yield Trial("batched_prefill", (pair,), decode=False)
+            # The same behind what is in the cache, as after a cut or a cache hit.
+            later = tuple(
+                Piece(p.sequence, p.stop * (1 + n) // 3, p.stop)
+                for n, p in enumerate(pair)
+                if p.stop * (1 + n) // 3 < p.stop - 1
+            )
+            if len(later) > 1:
+                yield Trial("batched_prefill", (later,), decode=False)
 
 
 def _chunks(sizes: list[int], limits: Limits, thorough: bool) -> Iterator[Trial]:
-    long = [i for i, size in enumerate(sizes) if size > 8][: 8 if thorough else 4]
+    long = [i for i, size in enumerate(sizes) if size > 8][:40]
     for i in long:
         size = sizes[i]
         cuts = {2, 15, 16, 17, size // 2, size - 2, *((64, 128, 129, 512) if thorough else (64,))}
@@ -166,5 +175,6 @@ def _mixed(sizes: list[int], limits: Limits) -> Iterator[Trial]:
         if length > sizes[prompt] or beside < 1:
             continue
         chosen = [decoding[(length * 3 + i) % len(decoding)] for i in range(beside)]
-        step = (*(_last(sizes, i) for i in chosen), Piece(prompt, 0, length))
-        yield Trial("mixed", (step,), decode=True)
+        decode = tuple(_last(sizes, i) for i in chosen)
+        for start in {0, (sizes[prompt] - length) // 2}:
+            yield Trial("mixed", ((*decode, Piece(prompt, start, start + length)),), decode=True)

@@ -7,7 +7,7 @@ a step may have. What a certificate does not show to hold, the plan forbids, one
 
 from dataclasses import dataclass
 
-from corun.certify.certificate import Certificate
+from corun.certify.certificate import Certificate, RowClaim
 from corun.plan import Grants, Plan
 from corun.rows import Rows
 
@@ -108,7 +108,7 @@ def plan_certified(certificate: Certificate, engine: Engine) -> Plan | str:
         step_rows=rows & Rows.span(1, longest),
         sample_rows=sampled,
         certificate=certificate.digest,
-        class_of=(certificate.largest, sampled.largest),
+        class_of=(rows.largest, sampled.largest),
     )
 
 
@@ -132,19 +132,20 @@ def plan_pack(certificate: Certificate, engine: Engine) -> Plan | str:
 
 
 def plan_isolate(certificate: Certificate, engine: Engine) -> Plan | str:
-    """The plan for ``isolate``, or why there is none."""
-    if not certificate.holds("decode_rows"):
-        return _because(certificate, "decode_rows")
-    if wrong := _varies(certificate, (engine.requests,), (engine.requests,)):
-        return wrong
+    """The plan for ``isolate``, or why there is none.
+
+    It rests on the paper's argument, not on the certificate (on a GPU its GEMMs are not the ones
+    that were measured); the certificate can only speak against it.
+    """
+    for claim in certificate.rows:
+        if engine.requests in claim.variant:
+            return _place(claim, engine.requests)
     return Plan(
         policy="isolate",
         decode_rows=engine.requests,
         max_prefill_tokens=engine.tokens,
         decode_graph=engine.decode_graph,
-        reason=f"rows keep their bits at any place in decode steps of {engine.requests} rows, "
-        "measured on this machine",
-        certificate=certificate.digest,
+        reason=f"no row was seen to depend on its place in decode steps of {engine.requests} rows",
     )
 
 
@@ -153,16 +154,13 @@ PLANNERS = {"certified": plan_certified, "pack": plan_pack, "isolate": plan_isol
 
 def verdicts(certificate: Certificate, engine: Engine) -> list[Verdict]:
     """Whether each policy is allowed, the least restrictive first."""
-    found = []
-    for policy in ORDER:
-        plan = PLANNERS[policy](certificate, engine)
-        if isinstance(plan, str):
-            found.append(Verdict(policy, False, plan))
-        elif policy == "certified" and certificate.engine and not certificate.engine.equal:
-            found.append(Verdict(policy, False, _engine_differs(certificate)))
-        else:
-            found.append(Verdict(policy, True, plan.reason))
-    return found
+    found = [(policy, _allowed(certificate, engine, policy)) for policy in ORDER]
+    return [
+        Verdict(policy, False, plan)
+        if isinstance(plan, str)
+        else Verdict(policy, True, plan.reason)
+        for policy, plan in found
+    ]
 
 
 def plan(certificate: Certificate, engine: Engine, policy: str = "auto") -> Plan:
@@ -172,16 +170,21 @@ def plan(certificate: Certificate, engine: Engine, policy: str = "auto") -> Plan
     """
     reasons = []
     for name in ORDER if policy == "auto" else (policy,):
-        found = PLANNERS[name](certificate, engine)
-        if isinstance(found, Plan) and name == "certified":
-            if certificate.engine is None:
-                found = "the certificate was not checked on the loaded engine"
-            elif not certificate.engine.equal:
-                found = _engine_differs(certificate)
+        found = _allowed(certificate, engine, name)
         if isinstance(found, Plan):
             return found
         reasons.append(f"{name}: {found}")
     raise ValueError(f"the certificate does not allow {'; '.join(reasons)}")
+
+
+def _allowed(certificate: Certificate, engine: Engine, policy: str) -> Plan | str:
+    found = PLANNERS[policy](certificate, engine)
+    if isinstance(found, Plan) and policy == "certified":
+        if certificate.engine is None:
+            return "the certificate was not checked on the loaded engine"
+        if not certificate.engine.equal:
+            return _engine_differs(certificate)
+    return found
 
 
 def _named(given: Grants) -> list[tuple[str, bool]]:
@@ -200,10 +203,14 @@ def _varies(certificate: Certificate, step: tuple[int, ...], sample: tuple[int, 
         known = Rows.of([n for c in claim.classes for n in c])
         for n in sample if claim.sampled else step:
             if n in claim.variant:
-                return f"{claim.name} depends on a row's place at {n} rows; choose another number"
+                return _place(claim, n)
             if n not in known:
                 return f"{claim.name} was not measured at {n} rows"
     return None
+
+
+def _place(claim: RowClaim, n: int) -> str:
+    return f"{claim.name} depends on a row's place at {n} rows; choose another number"
 
 
 def _because(certificate: Certificate, name: str) -> str:

@@ -82,12 +82,17 @@ def find_classes(probe: RowProbe, largest: int, *, budget_s: float, dense: int =
         classes.append(Rows.of(same))
     while pending and len(classes) < MAX_CLASSES:
         head = max(pending)
-        tally = probe.compare(probe.reference(head), pending)
-        values += tally.values
-        if tally.wrong[head]:
+        reference = probe.reference(head)
+        # By itself first: one that depends on place must not cost a pass over all the others.
+        alone = probe.compare(reference, [head])
+        values += alone.values
+        if alone.wrong[head]:
             variant.append(head)
             pending.remove(head)
             continue
+        tally = probe.compare(reference, [n for n in pending if n != head])
+        tally.wrong[head] = 0
+        values += tally.values
         classes.append(Rows.of(n for n in pending if not tally.wrong[n]))
         pending = [n for n in pending if tally.wrong[n]]
     return Classes(

@@ -18,7 +18,7 @@ class TrialBench:
     """One operation, its reference rows, and what became of every trial.
 
     run: see ``Run``. sizes: tokens of each sequence. Sequences are prefilled whole and alone at
-    place HOME, which decode rows are then tried on; everything else runs at SCRATCH.
+    place HOME, where everything else finds what comes before it; chunks run at SCRATCH.
     """
 
     def __init__(self, operation: str, run: Run, sizes: list[int]) -> None:
@@ -48,7 +48,7 @@ class TrialBench:
     def _one(self, trial: Trial) -> None:
         self._trials[trial.name] = self._trials.get(trial.name, 0) + 1
         for step in trial.steps:
-            place = SCRATCH if trial.name in ("chunks", "batched_prefill") else HOME
+            place = SCRATCH if trial.name == "chunks" else HOME
             for piece, rows in zip(step, self._run(step, place), strict=True):
                 expected = self._expected(piece, trial.decode)
                 found = bits(rows)

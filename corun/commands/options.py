@@ -7,12 +7,17 @@ from corun.config import POLICIES
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--policy``, ``--no-strict`` and ``--step-log`` (all unset by default)."""
+    """Add ``--policy``, ``--certificate``, ``--no-strict``, ``--step-log`` (all unset)."""
     group = parser.add_argument_group("CoRun")
     group.add_argument(
         "--policy",
         choices=POLICIES,
         help="how vLLM is held to the contract (default: CORUN_POLICY, else auto); off: plain vLLM",
+    )
+    group.add_argument(
+        "--certificate",
+        metavar="FILE",
+        help="a certificate to plan by (default: the one that 'corun certify' kept for this model)",
     )
     group.add_argument(
         "--no-strict",
@@ -28,7 +33,12 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The CoRun settings that were given as flags, in ``CoRunConfig``'s names."""
-    settings = {"policy": args.policy, "strict": args.strict, "step_log": args.step_log}
+    settings = {
+        "policy": args.policy,
+        "strict": args.strict,
+        "step_log": args.step_log,
+        "certificate": args.certificate,
+    }
     return {name: value for name, value in settings.items() if value is not None}
 
 

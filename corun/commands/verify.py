@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="paper: 32 prompts alone and in a batch of 32; default all",
     )
+    parser.add_argument(
+        "--certificate", metavar="FILE", help="a certificate to plan by; default: the kept one"
+    )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="output tokens; default 48")
     parser.add_argument(
         "--restarts", type=int, metavar="N", help="full engine restarts; default 2, quick 1"
@@ -92,9 +95,13 @@ def run(args: argparse.Namespace) -> int:
     from corun.verify.summary import print_summary
 
     config = CoRunConfig.from_env() or CoRunConfig()
+    if args.policy:
+        config = replace(config, policy=args.policy)
+    if args.certificate:
+        config = replace(config, certificate=args.certificate)
     options = VerifyOptions(
         model=args.model,
-        config=replace(config, policy=args.policy) if args.policy else config,
+        config=config,
         suite=args.suite,
         max_tokens=args.max_tokens,
         rows=args.rows,

@@ -106,7 +106,7 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
     rows, tokens = _rows_and_tokens(args)
     batched = compilation.tokens_compiled_for(args, tokens, GPU_TOKENS)
     plan = choose(config, args, rows, tokens, batched)
-    if not plan.certified:
+    if not plan.constrained:
         batched = tokens
     elif not current_platform.is_cpu():
         gemm.settle(os.environ)
@@ -118,7 +118,7 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
     setattr(args, _BATCHED, batched)
     plan = replace(plan, decode_graph=compilation.settle_graphs(args, plan))
     compilation.settle_passes(args)
-    if plan.certified:
+    if plan.constrained:
         compilation.settle_determinism(args)
     if not args.language_model_only and not args.limit_mm_per_prompt:
         args.language_model_only = True
@@ -186,7 +186,7 @@ def check_config(vllm_config: Any, settled: Settled) -> None:
             f"vLLM changed max_num_batched_tokens from {settled.batched_tokens} to "
             f"{scheduler.max_num_batched_tokens}; ask for that number"
         )
-    if plan.certified:
+    if plan.constrained:
         scheduler.max_num_scheduled_tokens = plan.max_prefill_tokens
     if not plan.grants.free and not scheduler.async_scheduling:
         scheduler.scheduler_cls = SCHEDULER

@@ -32,6 +32,18 @@ def without_model(policy: str) -> tuple[str, str]:
     return policy, "you asked for it"
 
 
+def _unheld(args: EngineArgs) -> str | None:
+    """Why only ``isolate`` can run this engine, whatever was measured; None if it is not so."""
+    if args.tensor_parallel_size > 1:
+        return "CoRun's probes do not measure tensor-parallel engines yet"
+    if args.create_model_config().use_mla:
+        return (
+            "vLLM cuts the cached context of latent attention (MLA) by the prompts in a step, "
+            "and CoRun does not hold that yet"
+        )
+    return None
+
+
 def find(config: CoRunConfig, args: EngineArgs, compiled_for: int) -> Certificate | None:
     """The certificate that was named, or this machine's own; None where there is none.
 
@@ -57,6 +69,8 @@ def choose(
     rows: ``max_num_seqs``. tokens: the longest step asked for. ``decode_graph`` is not settled yet.
     """
     if config.certificate == MEASURE:
+        if args.tensor_parallel_size > 1:
+            raise ValueError(f"{_unheld(args)}; certify it on one device, or use 'isolate'")
         return Plan(
             "certified",
             rows,
@@ -68,9 +82,14 @@ def choose(
             sample_rows=Rows.span(1, rows),
         )
     engine = planner.Engine(rows, tokens, decode_graph=False)
-    certificate = find(config, args, compiled_for)
+    unheld = _unheld(args)
+    certificate = None if unheld else find(config, args, compiled_for)
     if certificate is not None:
         return planner.plan(certificate, engine, config.policy)
+    if unheld and config.policy != "isolate":
+        if config.policy != "auto":
+            raise ValueError(f"{unheld}; use 'isolate' or 'auto'")
+        return Plan("isolate", rows, tokens, False, unheld)
     if config.policy in ("pack", "certified"):
         raise ValueError(
             f"the policy {config.policy!r} needs a certificate of this machine's shape classes, "

@@ -14,4 +14,4 @@ SEAMS: tuple[tuple, ...] = (
 
 def forget() -> None:
     """Have the next engine of this process take a new pool."""
-    type(current_platform)._global_graph_pool = None  # type: ignore[attr-defined]
+    type(current_platform)._global_graph_pool = None

@@ -28,6 +28,11 @@ def model_shape(hf_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _threads() -> list[Any]:
+    """What vLLM derives the CPU's number of threads from; it changes how GEMMs cut their sums."""
+    return [os.cpu_count(), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")]
+
+
 def subject(args: EngineArgs, tokens: int) -> dict[str, Any]:
     """What a certificate for this engine speaks of, as JSON values.
 
@@ -39,7 +44,7 @@ def subject(args: EngineArgs, tokens: int) -> dict[str, Any]:
         "model": model_shape(model_config.hf_config),
         "dtype": str(model_config.dtype),
         "device": device_name(),
-        "threads": os.cpu_count() if current_platform.is_cpu() else None,
+        "threads": _threads() if current_platform.is_cpu() else None,
         "software": software(),
         "tensor_parallel": args.tensor_parallel_size,
         "compiled_for": None if eager else tokens,

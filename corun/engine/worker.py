@@ -57,7 +57,7 @@ class CoRunWorkerMixin:
         given = self.vllm_config.additional_config  # type: ignore[attr-defined]
         self._corun_config = CoRunConfig.from_mapping(given["corun"])
         self._corun_plan = Plan.from_mapping(given[PLAN_KEY])
-        if self._corun_plan.certified and not current_platform.is_cpu():
+        if self._corun_plan.constrained and not current_platform.is_cpu():
             gemm.install(os.environ)
         super().init_device()  # type: ignore[misc]
 

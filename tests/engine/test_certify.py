@@ -16,7 +16,7 @@ from corun.cli import main
 from corun.config import MEASURE, CoRunConfig
 from corun.verify.engine import close_engine, open_engine
 
-BF16 = {**SMALL, "dtype": "bfloat16"}
+BF16 = {**SMALL, "dtype": "bfloat16", "block_size": 32}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def cache(tmp_path_factory):
 def certified(cache, model_path, tmp_path_factory):
     """The report of one ``corun certify``."""
     path = tmp_path_factory.mktemp("certify") / "report.json"
-    flags = [f"--engine-arg={k}={v}" for k, v in SMALL.items() if k != "enforce_eager"]
-    given = ["certify", model_path, "--dtype", "bfloat16", "--budget", "8", "--json", str(path)]
+    flags = [f"--engine-arg={k}={v}" for k, v in BF16.items() if k != "enforce_eager"]
+    given = ["certify", model_path, "--budget", "8", "--json", str(path)]
     assert main([*given, *flags]) == 0
     return json.loads(path.read_text())
 
@@ -63,7 +63,7 @@ def test_a_certificate_is_found_again_and_no_other_is_taken(certified, model_pat
 
 def answers(llm, prompts):
     params = SamplingParams(
-        temperature=0.6, seed=7, max_tokens=48, logprobs=2, ignore_eos=True, detokenize=False
+        temperature=0.6, seed=7, max_tokens=64, logprobs=2, ignore_eos=True, detokenize=False
     )
     found = []
     for output in llm.generate(prompts, params, use_tqdm=False):
@@ -77,7 +77,10 @@ def answers(llm, prompts):
 def test_auto_caches_mixes_and_preempts_and_keeps_every_bit(certified, model_path):
     """Room for fewer tokens than eight requests need: some lose their KV cache half-way."""
     llm = open_engine(
-        model_path, CoRunConfig("auto"), **{**BF16, "max_model_len": 512}, num_gpu_blocks_override=9
+        model_path,
+        CoRunConfig("auto"),
+        **{**BF16, "max_model_len": 512},
+        num_gpu_blocks_override=22,
     )
     try:
         shared = "The quick brown fox jumps over the lazy dog. " * 14
@@ -92,6 +95,7 @@ def test_auto_caches_mixes_and_preempts_and_keeps_every_bit(certified, model_pat
         close_engine(llm)
     assert report["plan"]["policy"] == "certified"
     assert report["violation_count"] == 0
+    print({name: report[name] for name in ("preempted", "cached_tokens", "mixed_steps")})
     assert report["preempted"] > 0 and report["cached_tokens"] > 0 and report["mixed_steps"] > 0
 
 

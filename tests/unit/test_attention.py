@@ -3,10 +3,12 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
-from plans import isolate
+from plans import certified, isolate
 
 from corun.engine import attention
 from corun.engine.runner_state import RunnerState
+from corun.plan import Plan
+from corun.rows import Rows
 
 
 def runner(name, builder):
@@ -86,3 +88,43 @@ def test_cpu_needs_its_variable(monkeypatch):
 def test_an_unknown_backend_is_refused_by_name():
     with pytest.raises(ValueError, match=r"FLASHINFER.*FLASH_ATTN"):
         attention.install(runner("FLASHINFER", SimpleNamespace()), RunnerState(8))
+
+
+CERTIFIED = certified(Rows.span(1, 64), Rows.span(1, 8))
+
+
+@pytest.mark.parametrize("decode_step", [True, False])
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("splits", [0, 32])
+def test_certified_has_one_split_and_no_schedule_always(decode_step, graph, splits):
+    metadata, builder = flash(splits)
+    builder.aot_schedule = True
+    state = RunnerState(CERTIFIED, decode_step=decode_step, graph=graph)
+    attention.install(runner("FLASH_ATTN", builder), state)
+    assert builder.aot_schedule is False
+    builder.build(0, None)
+    assert (metadata.max_num_splits, metadata.scheduler_metadata) == (1, None)
+
+
+@pytest.mark.parametrize("decode_step", [True, False])
+def test_certified_mla_has_one_split_always(decode_step):
+    inner = SimpleNamespace(max_num_splits=32, scheduler_metadata="schedule")
+    builder = SimpleNamespace(build=lambda *a, **k: SimpleNamespace(decode=inner))
+    state = RunnerState(CERTIFIED, decode_step=decode_step, graph=True)
+    attention.install(runner("FLASH_ATTN_MLA", builder), state)
+    builder.build(0, None)
+    assert (inner.max_num_splits, inner.scheduler_metadata) == (1, None)
+
+
+def test_an_mla_prefill_has_no_decode_part():
+    builder = SimpleNamespace(build=lambda *a, **k: SimpleNamespace(decode=None))
+    attention.install(runner("FLASH_ATTN_MLA", builder), RunnerState(CERTIFIED))
+    assert builder.build(0, None).decode is None
+
+
+def test_packed_prefills_have_one_split():
+    metadata, builder = flash(0)
+    state = RunnerState(Plan("pack", 8, 64, False, "test"), decode_step=False)
+    attention.install(runner("FLASH_ATTN", builder), state)
+    builder.build(0, None)
+    assert (metadata.max_num_splits, metadata.scheduler_metadata) == (1, None)

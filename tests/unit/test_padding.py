@@ -1,13 +1,14 @@
 import pytest
 
 pytest.importorskip("vllm")
-from plans import isolate
+from plans import certified, isolate
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from corun.engine import padding
 from corun.engine.runner_state import RunnerState
+from corun.rows import Rows
 
 
 class V1Runner:
@@ -75,3 +76,47 @@ def test_v2(mode, rows, decode_step, expected, graph):
     assert descriptor.num_tokens == expected
     assert descriptor.num_reqs == 3
     assert (state.rows, state.graph) == (expected, graph)
+
+
+CLASS = certified(Rows.of([*range(5, 17), 32]), Rows.span(1, 8))
+
+
+@pytest.mark.parametrize("decode_step", [True, False])
+@pytest.mark.parametrize(("tokens", "rows"), [(1, 5), (5, 5), (9, 9), (17, 32), (32, 32)])
+def test_certified_steps_are_padded_to_the_class(tokens, rows, decode_step):
+    runner = V1Runner(CUDAGraphMode.NONE, tokens)
+    state = RunnerState(CLASS, decode_step=decode_step)
+    padding.install_v1(runner, state)
+    _, descriptor, *_ = runner._determine_batch_execution_and_padding(num_tokens=tokens, num_reqs=1)
+    assert descriptor.num_tokens == state.rows == rows
+
+    class Runner:
+        cudagraph_manager = Manager(CUDAGraphMode.NONE, tokens)
+
+    state = RunnerState(CLASS, decode_step=decode_step)
+    padding.install_v2(Runner, state)
+    descriptor = Runner.cudagraph_manager.dispatch(1, tokens, None, num_active_loras=0)
+    assert descriptor.num_tokens == state.rows == rows
+
+
+def test_certified_graphs_are_left_alone_and_noted():
+    # 4 rows are not certified: it is for the audit to see.
+    for mode, graph in ((CUDAGraphMode.FULL, True), (CUDAGraphMode.PIECEWISE, False)):
+        runner, state = V1Runner(mode, 4), RunnerState(CLASS)
+        padding.install_v1(runner, state)
+        _, descriptor, *_ = runner._determine_batch_execution_and_padding(num_tokens=3, num_reqs=3)
+        assert (descriptor.num_tokens, state.rows, state.graph) == (4, 4, graph)
+
+
+def test_a_certified_step_that_fits_no_count_stops():
+    runner = V1Runner(CUDAGraphMode.NONE, 33)
+    padding.install_v1(runner, RunnerState(CLASS))
+    with pytest.raises(ValueError, match="no certified step shape holds 33 rows"):
+        runner._determine_batch_execution_and_padding(num_tokens=33, num_reqs=1)
+
+
+def test_an_empty_step_is_not_padded():
+    runner, state = V1Runner(CUDAGraphMode.NONE, 0), RunnerState(CLASS)
+    padding.install_v1(runner, state)
+    _, descriptor, *_ = runner._determine_batch_execution_and_padding(num_tokens=0, num_reqs=0)
+    assert descriptor.num_tokens == 0

@@ -1,0 +1,161 @@
+"""Which plan runs: configuration, certificates kept here, and a certificate that was named."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+from certificates import DIFFERS, DOMAIN, certificate
+
+from corun.certify import store
+from corun.certify.certificate import CertificateError
+from corun.config import MEASURE, CoRunConfig
+from corun.engine import choose as choose_module
+from corun.engine.choose import choose, without_model
+from corun.plan import Grants
+from corun.rows import Rows
+
+ROWS, TOKENS, COMPILED = 8, 64, 8192
+
+
+def engine_args(tensor_parallel=1, mla=False):
+    """What is read of vLLM's EngineArgs beside the subject."""
+    return SimpleNamespace(
+        tensor_parallel_size=tensor_parallel,
+        create_model_config=lambda: SimpleNamespace(use_mla=mla),
+    )
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch, tmp_path):
+    """A cache of its own, and the subject of every engine; returns what subjects were asked for."""
+    monkeypatch.setenv(store.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
+    seen = []
+
+    def subject(args, tokens):
+        seen.append(tokens)
+        return dict(DOMAIN)
+
+    monkeypatch.setattr(choose_module, "subject", subject)
+    return seen
+
+
+def chosen(policy="auto", certificate_=None, rows=ROWS, tokens=TOKENS, **args):
+    config = CoRunConfig(policy, certificate=certificate_)
+    return choose(config, engine_args(**args), rows, tokens, COMPILED)
+
+
+def written(tmp_path, made):
+    path = tmp_path / "named.json"
+    path.write_text(json.dumps(made.to_mapping()))
+    return str(path)
+
+
+def test_without_a_certificate_auto_is_isolate_and_says_how_to_get_more(asked):
+    plan = chosen()
+    assert (plan.policy, plan.decode_rows, plan.max_prefill_tokens) == ("isolate", ROWS, TOKENS)
+    assert "corun certify" in plan.reason
+    assert asked == [COMPILED]
+    assert plan.certificate is None
+    assert chosen("isolate").reason == "you asked for it"
+
+
+@pytest.mark.parametrize("policy", ["pack", "certified"])
+def test_policies_that_need_a_certificate_say_so(policy):
+    with pytest.raises(ValueError, match=rf"'{policy}' needs a certificate.*corun certify"):
+        chosen(policy)
+    with pytest.raises(ValueError, match=rf"'{policy}' needs a certificate.*corun certify"):
+        without_model(policy)
+
+
+def test_a_kept_certificate_is_used():
+    store.save(certificate())
+    plan = chosen()
+    assert plan.policy == "certified"
+    assert plan.certificate == certificate().digest
+    assert plan.grants == Grants.everything()
+    assert chosen("pack").policy == "pack"
+    assert chosen("pack").certificate == certificate().digest
+    assert chosen("isolate").policy == "isolate"
+
+
+def test_auto_takes_what_the_certificate_allows():
+    store.save(certificate(engine=DIFFERS))
+    assert chosen().policy == "pack"
+    with pytest.raises(ValueError, match="disagreed with the probes"):
+        chosen("certified")
+    store.save(certificate(engine=DIFFERS, broken=["batched_prefill"]))
+    assert chosen().policy == "isolate"
+    with pytest.raises(ValueError, match="batched prefill does not hold"):
+        chosen("pack")
+
+
+def test_the_engine_asked_for_may_be_too_large_for_it():
+    store.save(certificate())
+    with pytest.raises(ValueError, match="at most 64 tokens, not 128"):
+        chosen("certified", tokens=128)
+    assert chosen(tokens=128, rows=9).policy == "isolate"
+
+
+def test_a_kept_certificate_of_no_use_stops_the_start():
+    store.save(certificate()).write_text("{")
+    for policy in ("auto", "certified", "pack"):
+        with pytest.raises(CertificateError, match="delete it"):
+            chosen(policy)
+
+
+def test_a_named_certificate_comes_first(tmp_path):
+    store.save(certificate(engine=DIFFERS))
+    assert chosen("certified", written(tmp_path, certificate())).policy == "certified"
+
+
+def test_a_named_certificate_must_be_of_this_engine(tmp_path):
+    foreign = certificate(domain={**DOMAIN, "device": "H200"})
+    with pytest.raises(CertificateError, match=r"named\.json.*device: 'H200', here 'd'"):
+        chosen("auto", written(tmp_path, foreign))
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"version": 99}'])
+def test_a_named_certificate_that_cannot_be_used(tmp_path, text):
+    path = tmp_path / "named.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(CertificateError):
+        chosen("auto", str(path))
+
+
+def test_an_engine_that_is_measured_is_free(asked):
+    plan = chosen("certified", MEASURE)
+    assert plan.policy == "certified"
+    assert plan.grants.free
+    assert plan.step_rows == Rows.span(1, TOKENS)
+    assert plan.sample_rows == Rows.span(1, ROWS)
+    assert plan.certificate is None
+    assert asked == []  # nothing is looked up
+
+
+@pytest.mark.parametrize("args", [{"tensor_parallel": 2}, {"mla": True}])
+def test_engines_that_no_certificate_covers(args):
+    store.save(certificate())
+    assert chosen(**args).policy == "isolate"
+    assert chosen("isolate", **args).policy == "isolate"
+    for policy in ("pack", "certified"):
+        with pytest.raises(ValueError, match="use 'isolate' or 'auto'"):
+            chosen(policy, **args)
+
+
+def test_tensor_parallel_engines_are_not_measured():
+    with pytest.raises(ValueError, match=r"tensor-parallel.*certify it on one device"):
+        chosen("certified", MEASURE, tensor_parallel=2)
+
+
+def test_what_can_be_said_without_a_model():
+    assert without_model("auto") == (
+        "isolate",
+        "or what a model's own certificate allows (0 kept here)",
+    )
+    assert without_model("off")[0] == "off"
+    store.save(certificate())
+    assert without_model("certified")[0] == "certified"
+    assert "1 kept here" in without_model("pack")[1]
