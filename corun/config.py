@@ -41,7 +41,7 @@ class CoRunConfig:
             raise ValueError(f"CoRun's 'strict' is true or false, not {self.strict!r}")
         for name in ("step_log", "certificate"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
+            if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"CoRun's {name!r} is a file's path, not {value!r}")
 
     @property

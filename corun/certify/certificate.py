@@ -182,7 +182,7 @@ class Certificate:
                 "with 'corun certify'"
             )
         try:
-            return cls(
+            made = cls(
                 dict(given["domain"]),
                 tuple(RowClaim.from_mapping(claim) for claim in given["rows"]),
                 tuple(StepClaim(**claim) for claim in given["steps"]),
@@ -190,7 +190,17 @@ class Certificate:
                 float(given["seconds"]),
                 EngineCheck(**given["engine"]) if given["engine"] else None,
             )
+            if given.get("digest", made.digest) != made.digest or not made._well_typed():
+                raise ValueError("its contents were changed")
         except (KeyError, TypeError, ValueError) as e:
             raise CertificateError(
                 f"this certificate is damaged ({e!r}); make a new one with 'corun certify'"
             ) from e
+        return made
+
+    def _well_typed(self) -> bool:
+        """Whether what decides is a truth value, and no row count lies past the largest."""
+        verdicts = [claim.holds for claim in self.steps]
+        verdicts += [self.engine.equal] if self.engine else []
+        counts = [r.largest for claim in self.rows if not claim.sampled for r in claim.classes]
+        return all(isinstance(v, bool) for v in verdicts) and max(counts, default=0) <= self.largest

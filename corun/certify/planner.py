@@ -5,7 +5,7 @@ row counts of one class only, and if attention gives a row the same bits in ever
 a step may have. What a certificate does not show to hold, the plan forbids, one grant at a time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from corun.certify.certificate import Certificate, RowClaim
 from corun.plan import Grants, Plan
@@ -102,8 +102,8 @@ def plan_certified(certificate: Certificate, engine: Engine) -> Plan | str:
         decode_rows=engine.requests,
         max_prefill_tokens=longest,
         decode_graph=engine.decode_graph,
-        reason="measured on this machine: every operation has one shape class over these steps"
-        + (f"; not allowed: {', '.join(forbidden)}" if forbidden else ""),
+        reason=f"measured on this machine: in steps of at most {longest} tokens every operation has "
+        "one shape class" + (f"; not allowed: {', '.join(forbidden)}" if forbidden else ""),
         grants=given,
         step_rows=rows & Rows.span(1, longest),
         sample_rows=sampled,
@@ -168,10 +168,12 @@ def plan(certificate: Certificate, engine: Engine, policy: str = "auto") -> Plan
 
     ``certified`` also needs the loaded engine's own check to have found every bit equal.
     """
-    reasons = []
+    reasons: list[str] = []
     for name in ORDER if policy == "auto" else (policy,):
         found = _allowed(certificate, engine, name)
         if isinstance(found, Plan):
+            if reasons:  # say why it is not the less restrictive one
+                found = replace(found, reason=f"{found.reason}; not {'; not '.join(reasons)}")
             return found
         reasons.append(f"{name}: {found}")
     raise ValueError(f"the certificate does not allow {'; '.join(reasons)}")

@@ -6,6 +6,7 @@ checked; else another one is started under that plan. The check plays requests a
 on the whole engine: scheduler, graphs, sampler and all.
 """
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -41,8 +42,12 @@ class CertifyOptions:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.budget_s is not None and self.budget_s <= 0:
-            raise ValueError(f"the time budget must be more than 0 seconds, not {self.budget_s}")
+        if self.rows is not None and self.rows < 1:
+            raise ValueError(f"rows must be at least 1, not {self.rows}")
+        if self.budget_s is not None and not 0 < self.budget_s < math.inf:
+            raise ValueError(
+                f"the time budget must be a number of seconds above 0, not {self.budget_s}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

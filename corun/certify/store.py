@@ -74,5 +74,5 @@ def save(certificate: Certificate) -> Path:
     """Write a certificate to its place, whole or not at all; returns the file."""
     path = path_of(certificate.domain)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, certificate.to_mapping())
+    write_json(path, {**certificate.to_mapping(), "digest": certificate.digest})
     return path

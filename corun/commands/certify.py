@@ -95,7 +95,10 @@ def _show(file: str) -> int:
         given = json.loads(Path(file).read_text())
     except ValueError as e:
         raise ValueError(f"{file} is no JSON file: {e}") from e
-    certificate = Certificate.from_mapping(given)
+    try:
+        certificate = Certificate.from_mapping(given)
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
     sampled = certificate.sample_rows().largest
     engine = planner.Engine(max(1, sampled), certificate.largest, decode_graph=False)
     show(certificate, engine, Console())

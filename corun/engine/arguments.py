@@ -103,6 +103,11 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
     """Put the plan into `args`, in place. ValueError names a setting that breaks the contract."""
     refusals.check(args)
     environment.settle()
+    changed: list[str] = []
+    if current_platform.is_cpu() and not args.enforce_eager:
+        # One way to run on a CPU, so that what was certified and verified is what serves.
+        args.enforce_eager = True
+        changed.append("enforce_eager=True")
     rows, tokens = _rows_and_tokens(args)
     batched = compilation.tokens_compiled_for(args, tokens, GPU_TOKENS)
     plan = choose(config, args, rows, tokens, batched)
@@ -110,7 +115,6 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
         batched = tokens
     elif not current_platform.is_cpu():
         gemm.settle(os.environ)
-    changed: list[str] = []
     _settle_prefix_caching(args, plan, changed)
     _switch_off(args, changed)
     args.max_num_seqs, args.max_num_batched_tokens = rows, batched
@@ -133,7 +137,7 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
         **measured,
     }
     logger.info(
-        "CoRun: policy %s (%s); %s; switched off: %s",
+        "CoRun: policy %s (%s); %s; changed: %s",
         plan.policy,
         plan.reason,
         plan.summary(),

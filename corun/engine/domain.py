@@ -5,6 +5,7 @@ Read in the worker, where the weights and the device are.
 
 import hashlib
 import json
+import os
 import platform
 from typing import Any
 
@@ -115,8 +116,25 @@ def device_name() -> str:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        return f"cpu {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        # oneDNN picks its GEMMs by what torch's own capability does not tell apart.
+        has = [
+            name
+            for name, test in (
+                ("avx512_bf16", "_is_avx512_bf16_supported"),
+                ("amx", "_is_amx_tile_supported"),
+                ("amx_fp16", "_is_amx_fp16_supported"),
+            )
+            if getattr(torch.cpu, test, bool)()
+        ]
+        capability = torch.backends.cpu.get_cpu_capability()
+        return " ".join(["cpu", platform.machine(), capability, *has])
     return str(current_platform.get_device_name())
+
+
+def library_settings() -> dict[str, str]:
+    """Variables of the environment that change which kernels oneDNN picks."""
+    prefixes = ("ONEDNN_", "DNNL_")
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
 
 
 def _device() -> dict[str, Any]:
@@ -184,4 +202,5 @@ def describe(
         "tensor_parallel": parallel.tensor_parallel_size,
         "device": _device(),
         "software": software(),
+        "libraries": library_settings(),
     }

@@ -21,6 +21,7 @@ ENGINE_HOLDERS = (
     "corun.engine.admission",
     "corun.engine.arguments",
     "corun.engine.attention",
+    "corun.engine.cache_hits",
     "corun.engine.collectives",
     "corun.engine.compilation",
     "corun.engine.domain",

@@ -22,6 +22,7 @@ from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from corun.config import resolve
+from corun.engine import cache_hits
 from corun.seeds import child_seed, draw_seed, fold_seed, session_seed
 
 SEAMS: tuple[tuple, ...] = (
@@ -74,6 +75,7 @@ def _process_inputs(original: Callable) -> Callable:
         request = original(self, *args, **kwargs)
         if resolve(self.vllm_config.additional_config).enabled:
             seed_request(request)
+            cache_hits.settle(request.sampling_params)
         return request
 
     return process_inputs

@@ -9,10 +9,11 @@ import json
 import os
 from typing import Any
 
+import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from corun.engine.domain import device_name, software
+from corun.engine.domain import device_name, library_settings, software
 
 SEAMS = (
     ("vllm.engine.arg_utils", "EngineArgs.create_model_config"),
@@ -30,7 +31,8 @@ def model_shape(hf_config: Any) -> str:
 
 def _threads() -> list[Any]:
     """What vLLM derives the CPU's number of threads from; it changes how GEMMs cut their sums."""
-    return [os.cpu_count(), os.environ.get("VLLM_CPU_OMP_THREADS_BIND")]
+    names = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
+    return [os.cpu_count(), torch.get_num_threads(), *(os.environ.get(name) for name in names)]
 
 
 def subject(args: EngineArgs, tokens: int) -> dict[str, Any]:
@@ -39,15 +41,15 @@ def subject(args: EngineArgs, tokens: int) -> dict[str, Any]:
     tokens: ``max_num_batched_tokens``; the compiler's kernels may depend on it.
     """
     model_config = args.create_model_config()
-    eager = bool(args.enforce_eager) or current_platform.is_cpu()
     return {
         "model": model_shape(model_config.hf_config),
         "dtype": str(model_config.dtype),
         "device": device_name(),
         "threads": _threads() if current_platform.is_cpu() else None,
         "software": software(),
+        "libraries": library_settings(),
         "tensor_parallel": args.tensor_parallel_size,
-        "compiled_for": None if eager else tokens,
+        "compiled_for": None if args.enforce_eager else tokens,
         "attention_backend": str(getattr(args, "attention_backend", None)),
         "runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
         "block_size": args.block_size,

@@ -99,6 +99,29 @@ def test_auto_caches_mixes_and_preempts_and_keeps_every_bit(certified, model_pat
     assert report["preempted"] > 0 and report["cached_tokens"] > 0 and report["mixed_steps"] > 0
 
 
+def test_prompt_logprobs_never_start_behind_a_cache_hit(certified, model_path):
+    """vLLM would return memory that nobody wrote for the positions behind the hit."""
+    llm = open_engine(model_path, CoRunConfig("auto"), **BF16)
+    try:
+        prompt = "The quick brown fox jumps over the lazy dog. " * 10
+        params = SamplingParams(
+            max_tokens=2, seed=1, prompt_logprobs=1, skip_reading_prefix_cache=False
+        )
+        first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+        cached = llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
+        report = llm.collective_rpc("corun_report")[0]
+    finally:
+        close_engine(llm)
+    assert cached and report["cached_tokens"] > 0  # there was a hit to be had
+    values = [
+        [v.logprob for step in output.prompt_logprobs[1:] for v in step.values()]
+        for output in (first, second)
+    ]
+    print(f"compared {len(values[0])} values")
+    bits = [np.array(v, dtype=np.float32).view(np.uint32).tolist() for v in values]
+    assert bits[0] == bits[1] and len(bits[0]) > 90
+
+
 def test_a_linear_that_is_wrong_in_one_of_500_values_is_caught(cache, model_path):
     """At one row count in seven; the whole model's own linear is tampered with."""
     llm = open_engine(
