@@ -102,8 +102,8 @@ def plan_certified(certificate: Certificate, engine: Engine) -> Plan | str:
         decode_rows=engine.requests,
         max_prefill_tokens=longest,
         decode_graph=engine.decode_graph,
-        reason=f"measured on this machine: in steps of at most {longest} tokens every operation has "
-        "one shape class" + (f"; not allowed: {', '.join(forbidden)}" if forbidden else ""),
+        reason=f"measured on this machine: in steps of at most {longest} tokens every operation "
+        "has one shape class" + (f"; not allowed: {', '.join(forbidden)}" if forbidden else ""),
         grants=given,
         step_rows=rows & Rows.span(1, longest),
         sample_rows=sampled,
