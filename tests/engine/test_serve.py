@@ -139,18 +139,18 @@ def test_concurrent_and_alone_give_the_same_bits(client):
 @pytest.mark.parametrize("ask", [complete, chat])
 def test_an_unseeded_request_replays_with_its_reported_seed(client, ask):
     bits = completion_bits if ask is complete else chat_bits
-    seen = set()
-    for _ in range(3):
+    seen, clones = set(), 0
+    for _ in range(5):
         headers, first = ask(client, "Write a line about winter.", n=2)
         seed = int(headers["x-corun-seed"])
         seen.add(seed)
         _, again = ask(client, "Write a line about winter.", n=2, seed=seed)
         samples = [bits(c) for c in first.choices]
         assert [bits(c) for c in again.choices] == samples
-        assert samples[0] != samples[1]  # no clones
+        clones += samples[0] == samples[1]  # both may end at once, by chance
         _, one = ask(client, "Write a line about winter.", seed=child_seed(seed, 1))
         assert bits(one.choices[0]) == samples[1]
-    assert len(seen) == 3
+    assert len(seen) == 5 and clones < 3
 
 
 def test_several_prompts_in_one_request(client):
