@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from corun.rows import Rows
@@ -78,14 +78,7 @@ class StepClaim:
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON form."""
-        return {
-            "operation": self.operation,
-            "name": self.name,
-            "holds": self.holds,
-            "trials": self.trials,
-            "values": self.values,
-            "example": self.example,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +95,7 @@ class EngineCheck:
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON form."""
-        return {
-            "equal": self.equal,
-            "tokens": self.tokens,
-            "logprobs": self.logprobs,
-            "example": self.example,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

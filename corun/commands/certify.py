@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from corun.commands.options import add_json_option
-from corun.commands.verify import engine_args
+from corun.commands.verify import add_engine_arguments, engine_args
 
 EPILOG = """\
 The certificate is kept for this machine (CORUN_CACHE, else the user's cache directory); engines
@@ -21,10 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a model's name or directory")
     add_json_option(parser)
     parser.add_argument("--show", metavar="FILE", help="only print a certificate's file")
-    parser.add_argument("--dtype", metavar="TYPE", help="bfloat16, float16, float32, ...")
-    parser.add_argument(
-        "--rows", type=int, metavar="N", help="max_num_seqs; default 32 on a CPU, 256 on a GPU"
-    )
+    add_engine_arguments(parser, rows_help="max_num_seqs; default 32 on a CPU, 256 on a GPU")
     parser.add_argument(
         "--budget",
         type=float,
@@ -32,18 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="about how long the probes may take; default 40, on a CPU 18",
     )
     parser.add_argument("--no-keep", action="store_true", help="do not keep the certificate")
-    parser.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="random weights N(0, 0.02), for a directory with only a config.json",
-    )
-    parser.add_argument(
-        "--engine-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another of vLLM's engine arguments (VALUE is JSON, or else a string); repeatable",
-    )
     parser.add_argument("--no-progress", action="store_true", help="no lines about progress")
 
 

@@ -50,6 +50,11 @@ def add_model_arguments(
     parser.add_argument("model", metavar="MODEL", help="a model's name or directory")
     parser.add_argument("--policy", choices=POLICIES, help=policy_help)
     add_json_option(parser)
+    add_engine_arguments(parser, rows_help=rows_help)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, rows_help: str) -> None:
+    """Flags that say how to start the engine (also those of ``corun certify``)."""
     parser.add_argument("--dtype", metavar="TYPE", help="bfloat16, float16, float32, ...")
     parser.add_argument("--rows", type=int, metavar="N", help=rows_help)
     parser.add_argument(

@@ -92,6 +92,12 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def model_shape(hf_config: Any) -> str:
+    """A hash of a Hugging Face config without the names in it that change nothing."""
+    volatile = ("_name_or_path", "transformers_version")
+    return _hash({k: v for k, v in hf_config.to_dict().items() if k not in volatile})
+
+
 def software() -> dict[str, Any]:
     """Versions of what computes, as JSON values."""
     try:
@@ -179,12 +185,9 @@ def describe(
     """
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     compilation, cache = vllm_config.compilation_config, vllm_config.cache_config
-    hf = model_config.hf_config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version"):
-        hf.pop(volatile, None)
     return {
         **_shapes(plan, vllm_config),
-        "model": _hash(hf),
+        "model": model_shape(model_config.hf_config),
         "weights": weights_digest(model, as_loaded),
         "dtype": str(model_config.dtype),
         "max_model_len": model_config.max_model_len,

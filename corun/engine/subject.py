@@ -4,8 +4,6 @@ See ``corun.certify.store`` for what a subject is. Whatever picks a kernel is in
 shape, dtype, device, software, parallelism, compilation, and the constraints that CoRun sets.
 """
 
-import hashlib
-import json
 import os
 from typing import Any
 
@@ -13,20 +11,12 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
-from corun.engine.domain import device_name, library_settings, software
+from corun.engine.domain import device_name, library_settings, model_shape, software
 
 SEAMS = (
     ("vllm.engine.arg_utils", "EngineArgs.create_model_config"),
     ("vllm.platforms", "current_platform.get_device_name"),
 )
-_VOLATILE = ("_name_or_path", "transformers_version")
-
-
-def model_shape(hf_config: Any) -> str:
-    """A hash of a Hugging Face config without the names in it that change nothing."""
-    config = {k: v for k, v in hf_config.to_dict().items() if k not in _VOLATILE}
-    text = json.dumps(config, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _threads() -> list[Any]:

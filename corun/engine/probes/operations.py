@@ -61,12 +61,9 @@ def find(runner: Any, vllm_config: Any, compute_logits: Callable) -> list[RowOpe
     hidden = vllm_config.model_config.get_hidden_size()
     vocab = vllm_config.model_config.get_vocab_size()
 
-    def logits(x: torch.Tensor) -> torch.Tensor:
-        return compute_logits(x)
-
     head = RowOperation(
         f"LM head {hidden} x {vocab}",
-        logits,
+        compute_logits,
         lambda: plain_pool(hidden, dtype, device),
         hidden * vocab,
         linear=True,
