@@ -56,8 +56,8 @@ def _engine(mode: str, model_dir: str, args: argparse.Namespace):
     )
 
 
-def measure(mode: str, model_dir: str, args: argparse.Namespace) -> dict:
-    """One mode, all workloads, in this process."""
+def measure(mode: str, model_dir: str, args: argparse.Namespace) -> None:
+    """One mode, all workloads, in this process; writes ``args.out`` after each measurement."""
     import numpy as np
     import torch
     from vllm import SamplingParams
@@ -92,6 +92,7 @@ def measure(mode: str, model_dir: str, args: argparse.Namespace) -> dict:
             "tokens_per_s": tokens / min(seconds),
         }
         print(mode, workload, f"{tokens / min(seconds):.0f} tok/s", flush=True)
+        args.out.write_text(json.dumps(result))
     if args.check:
         result["determinism"] = check(llm, vocabulary)
         print(mode, result["determinism"], flush=True)
@@ -99,7 +100,7 @@ def measure(mode: str, model_dir: str, args: argparse.Namespace) -> dict:
         report = llm.collective_rpc("corun_report")[0]
         del report["rows"], report["violations"]  # one line for each prompt length
         result["report"] = report
-    return result
+    args.out.write_text(json.dumps(result))
 
 
 def check(llm, vocabulary: int) -> dict:
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        args.out.write_text(json.dumps(measure(args.child, args.model, args)))
+        measure(args.child, args.model, args)
         return
     from benchmarks.models import write_config
 
@@ -176,13 +177,21 @@ def main() -> None:
             flags = [a for a in sys.argv[1:] if a]
             command = [sys.executable, "-m", "benchmarks.throughput", *flags]
             command += ["--model", model_dir, "--out", str(part), "--child", mode]
+            failed = None
             try:
                 subprocess.run(
                     command, env=_child_environment(mode), timeout=args.timeout, check=True
                 )
+            except subprocess.TimeoutExpired:
+                failed = f"the limit of {args.timeout:.0f} s stopped this process"
+            except subprocess.CalledProcessError as e:
+                failed = f"this process ended with exit status {e.returncode}"
+            if part.exists():
                 modes.append(json.loads(part.read_text()))
-            except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as e:
-                modes.append({"mode": mode, "error": str(e)[:300]})
+                if failed:
+                    modes[-1]["note"] = f"{failed} after these measurements"
+            else:
+                modes.append({"mode": mode, "error": failed})
             record = {
                 "benchmark": "throughput",
                 "model": args.model,

@@ -3,8 +3,9 @@
 The engine reports each executed step as a StepShape; ``Plan.violation`` says in words what is wrong
 with it, or returns None.
 
-* ``isolate`` (the paper, Sections IV-B to IV-D): a prefill step holds one request in its own
-  natural shape; every other step is a decode step of exactly ``decode_rows`` rows.
+* ``isolate`` (the paper, Sections IV-B to IV-D): a prefill step holds one request in a shape that
+  its own length alone decides: its natural one, or the next of ``prefill_rows``, which have CUDA
+  graphs. Every other step is a decode step of exactly ``decode_rows`` rows.
 * ``pack``: a prefill step holds whole chunks of several requests, padded to ``max_prefill_tokens``
   rows; decode as under ``isolate``.
 * ``certified``: any step that the grants allow, at a row count of the one shape class that every
@@ -31,7 +32,7 @@ class StepShape:
     tokens: tokens scheduled, all requests together.
     rows: rows that the model saw (tokens + padding).
     sample_rows: rows that the LM head and the sampler saw.
-    graph: whether a captured CUDA graph was replayed.
+    graph: whether a captured CUDA graph of the whole model was replayed.
     """
 
     kind: str
@@ -83,6 +84,8 @@ class Plan:
         (``max_num_seqs`` in all three).
     max_prefill_tokens: the longest step in tokens (``max_num_batched_tokens``).
     decode_graph: isolate, pack: whether decode steps must replay a graph (False: must not).
+    prefill_rows: isolate: row counts, ascending, that a prefill is padded up to, each with
+        piecewise CUDA graphs. A longer prefill, and every one without graphs, keeps its own shape.
     reason: why this policy, in one sentence, for people.
     grants: what a step may hold.
     step_rows, sample_rows: certified: row counts that the model, and LM head and sampler, may see.
@@ -101,6 +104,7 @@ class Plan:
     sample_rows: Rows = field(default_factory=Rows)
     certificate: str | None = None
     class_of: tuple[int, int] = (0, 0)
+    prefill_rows: tuple[int, ...] = ()
 
     @property
     def certified(self) -> bool:
@@ -113,12 +117,14 @@ class Plan:
         return self.policy in ("certified", "pack")
 
     def rows_for(self, tokens: int, *, decode: bool) -> int:
-        """Rows of a step of `tokens` tokens that no CUDA graph pads."""
+        """Rows of a step of `tokens` tokens (certified: of one that no CUDA graph pads)."""
         if self.certified:
             return self._at_least(self.step_rows, tokens, "step")
         if decode:
             return self.decode_rows
-        return self.max_prefill_tokens if self.policy == "pack" else tokens
+        if self.policy == "pack":
+            return self.max_prefill_tokens
+        return next((rows for rows in self.prefill_rows if rows >= tokens), tokens)
 
     def sample_rows_for(self, rows: int, *, decode: bool) -> int:
         """Rows that LM head and sampler see where `rows` requests sample."""
@@ -159,7 +165,7 @@ class Plan:
         if step.rows != rows:
             return f"a prefill of {step.tokens} tokens padded to {step.rows} rows (must be {rows})"
         if step.graph:
-            return "a prefill step that replayed a CUDA graph"
+            return "a prefill step that replayed a whole CUDA graph"
         sampled = self.sample_rows_for(1, decode=False)
         if step.sample_rows != sampled:
             return f"a prefill step that sampled {step.sample_rows} rows (must be {sampled})"
@@ -201,7 +207,8 @@ class Plan:
         mapping = asdict(self)
         mapping["step_rows"] = self.step_rows.to_lists()
         mapping["sample_rows"] = self.sample_rows.to_lists()
-        mapping["class_of"] = list(self.class_of)
+        for name in ("class_of", "prefill_rows"):
+            mapping[name] = list(getattr(self, name))
         return mapping
 
     @classmethod
@@ -212,4 +219,5 @@ class Plan:
         for name in ("step_rows", "sample_rows"):
             fields[name] = Rows.from_lists(fields.get(name, []))
         fields["class_of"] = tuple(fields.get("class_of", (0, 0)))
+        fields["prefill_rows"] = tuple(fields.get("prefill_rows", ()))
         return cls(**fields)

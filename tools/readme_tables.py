@@ -229,6 +229,9 @@ def verify_table(records: Records) -> str:
             record["verdict"],
         )
         lines.append(_row(cells))
+    notes = {(r["model"], _runner(r["command"]), r["note"]) for r in records.values() if "note" in r}
+    if notes:
+        lines += ["", *(f"- {model}, {runner}: {note}." for model, runner, note in sorted(notes))]
     return "\n".join(lines)
 
 

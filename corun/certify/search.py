@@ -2,35 +2,13 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+from corun.certify.certificate import RowClaim
 from corun.certify.probe import RowProbe
 from corun.rows import Rows
 
 MAX_CLASSES = 8
 _BATCH = 64  # counts between two looks at the clock
-
-
-@dataclass(frozen=True, slots=True)
-class Classes:
-    """The outcome of a search.
-
-    classes: sets of row counts; rows are bit-identical, at any place and beside any rows, within
-        a set. The first holds the largest count.
-    variant: counts at which a row's bits depend on its place or its neighbors, and counts beyond
-        the MAX_CLASSES-th class.
-    values: values compared. seconds: time it took.
-    """
-
-    classes: tuple[Rows, ...]
-    variant: Rows
-    values: int
-    seconds: float
-
-    @property
-    def covered(self) -> Rows:
-        """Every row count that was tried."""
-        return Rows.of([n for c in (*self.classes, self.variant) for n in c])
 
 
 def in_order(largest: int, dense: int) -> Iterator[int]:
@@ -50,11 +28,20 @@ def in_order(largest: int, dense: int) -> Iterator[int]:
                 yield n
 
 
-def find_classes(probe: RowProbe, largest: int, *, budget_s: float, dense: int = 64) -> Classes:
-    """Search the classes of row counts 1 to `largest`.
+def find_classes(
+    name: str,
+    probe: RowProbe,
+    largest: int,
+    *,
+    budget_s: float,
+    dense: int = 64,
+    sampled: bool = False,
+) -> RowClaim:
+    """Search the classes of row counts 1 to `largest`; counts past MAX_CLASSES of them are variant.
 
-    budget_s: after so many seconds no further counts are begun; counts that were not reached are
-    in no class, so no plan allows them. `dense` counts from 1 up are tried whatever the time.
+    name, sampled: the claim's. budget_s: after so many seconds no further counts are begun; counts
+    that were not reached are in no class, so no plan allows them. `dense` counts from 1 up are
+    tried whatever the time.
     """
     started = time.perf_counter()
     counts = list(in_order(largest, min(dense, largest)))
@@ -95,7 +82,9 @@ def find_classes(probe: RowProbe, largest: int, *, budget_s: float, dense: int =
         values += tally.values
         classes.append(Rows.of(n for n in pending if not tally.wrong[n]))
         pending = [n for n in pending if tally.wrong[n]]
-    return Classes(
+    return RowClaim(
+        name,
+        sampled,
         tuple(classes),
         Rows.of([*variant, *pending]),
         values,

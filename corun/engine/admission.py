@@ -6,7 +6,6 @@ internal error. So each front end asks its engine core once for the KV cache's g
 before it sends: ``LLM.generate`` raises RequestRefusedError, a server answers 400 with its message.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from corun.engine.arguments import ASYNC_SCHEDULER, SCHEDULER
+from corun.engine.wrap_once import wrap_once
 from corun.schedule.ledger import KVGeometry
 from corun.schedule.refusal import refusal
 
@@ -58,15 +58,6 @@ def _must_ask(engine: Any) -> bool:
 
 def _keep(engine: Any, reported: dict[str, Any]) -> None:
     setattr(engine.input_processor, _GEOMETRY, KVGeometry.from_mapping(reported))
-
-
-def _wrap(owner: type, name: str, make: Callable[[Callable], Callable]) -> None:
-    original = getattr(owner, name)
-    if getattr(original, "__corun_admission__", False):
-        return
-    wrapper = functools.wraps(original)(make(original))
-    wrapper.__corun_admission__ = True  # type: ignore[attr-defined]
-    setattr(owner, name, wrapper)
 
 
 def _asking(original: Callable) -> Callable:
@@ -116,6 +107,6 @@ def _checking(original: Callable) -> Callable:
 def install() -> None:
     """Put the check into every front end of this process, and the answer into its engine cores."""
     setattr(EngineCore, _UTILITY, _report_geometry)
-    _wrap(LLMEngine, "add_request", _asking)
-    _wrap(AsyncLLM, "add_request", _asking_async)
-    _wrap(InputProcessor, "process_inputs", _checking)
+    wrap_once(LLMEngine, "add_request", _asking)
+    wrap_once(AsyncLLM, "add_request", _asking_async)
+    wrap_once(InputProcessor, "process_inputs", _checking)

@@ -7,7 +7,6 @@ every program that embeds vLLM pass through. Under CoRun it first settles the ar
 known there.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,12 +28,14 @@ from corun.engine.refusals import (
     refuse,
 )
 from corun.engine.subject import subject
+from corun.engine.wrap_once import wrap_once
 from corun.plan import Plan
 
 logger = init_logger("vllm.corun")
 
 SEAMS = (
     ("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("usage_context",)),
+    ("vllm.engine.arg_utils", "EngineArgs.create_model_config"),
     ("vllm.config", "SchedulerConfig.max_num_scheduled_tokens"),
 )
 
@@ -110,7 +111,8 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
         changed.append("enforce_eager=True")
     rows, tokens = _rows_and_tokens(args)
     batched = compilation.tokens_compiled_for(args, tokens, GPU_TOKENS)
-    plan = choose(config, args, rows, tokens, batched)
+    model_config = args.create_model_config()
+    plan = choose(config, args, model_config, rows, tokens, compiled_for=batched)
     if not plan.constrained:
         batched = tokens
     elif not current_platform.is_cpu():
@@ -120,7 +122,7 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
     args.max_num_seqs, args.max_num_batched_tokens = rows, batched
     setattr(args, _ASKED, tokens)
     setattr(args, _BATCHED, batched)
-    plan = replace(plan, decode_graph=compilation.settle_graphs(args, plan))
+    plan = compilation.settle_graphs(args, plan)
     compilation.settle_passes(args)
     if plan.constrained:
         compilation.settle_determinism(args)
@@ -129,7 +131,9 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
     args.worker_cls = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
     args.scheduler_cls = None if plan.grants.free else ASYNC_SCHEDULER
     resolved = replace(config, policy=plan.policy)
-    measured = {SUBJECT_KEY: subject(args, batched)} if config.certificate == MEASURE else {}
+    measured = {}
+    if config.certificate == MEASURE:
+        measured[SUBJECT_KEY] = subject(args, model_config, batched)
     args.additional_config = {
         **(args.additional_config or {}),
         "corun": resolved.to_mapping(),
@@ -199,24 +203,22 @@ def check_config(vllm_config: Any, settled: Settled) -> None:
     compilation.check(vllm_config.compilation_config, plan)
 
 
-def install() -> None:
-    """Wrap ``EngineArgs.create_engine_config``; once, however often it is called."""
-    create: Callable[..., Any] = EngineArgs.create_engine_config
-    if hasattr(create, "__corun__"):
-        return
-
-    @functools.wraps(create)
+def _create_engine_config(original: Callable) -> Callable:
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         config = resolve(self.additional_config)
         if not config.enabled:
-            return create(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         from corun.engine import seams
 
         seams.require()
         settled = settle(self, config)
-        vllm_config = create(self, *args, **kwargs)
+        vllm_config = original(self, *args, **kwargs)
         check_config(vllm_config, settled)
         return vllm_config
 
-    create_engine_config.__corun__ = True  # type: ignore[attr-defined]
-    EngineArgs.create_engine_config = create_engine_config
+    return create_engine_config
+
+
+def install() -> None:
+    """Hold every engine's arguments; calling it again changes nothing."""
+    wrap_once(EngineArgs, "create_engine_config", _create_engine_config)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from vllm.engine.arg_utils import EngineArgs
 
@@ -32,11 +33,11 @@ def without_model(policy: str) -> tuple[str, str]:
     return policy, "you asked for it"
 
 
-def _unheld(args: EngineArgs) -> str | None:
+def _unheld(args: EngineArgs, model_config: Any) -> str | None:
     """Why only ``isolate`` can run this engine, whatever was measured; None if it is not so."""
     if args.tensor_parallel_size > 1:
         return "CoRun's probes do not measure tensor-parallel engines yet"
-    if args.create_model_config().use_mla:
+    if model_config.use_mla:
         return (
             "vLLM cuts the cached context of latent attention (MLA) by the prompts in a step, "
             "and CoRun does not hold that yet"
@@ -44,12 +45,14 @@ def _unheld(args: EngineArgs) -> str | None:
     return None
 
 
-def find(config: CoRunConfig, args: EngineArgs, compiled_for: int) -> Certificate | None:
+def find(
+    config: CoRunConfig, args: EngineArgs, model_config: Any, compiled_for: int
+) -> Certificate | None:
     """The certificate that was named, or this machine's own; None where there is none.
 
-    compiled_for: see ``subject``. CertificateError where it is of no use here.
+    model_config, compiled_for: see ``subject``. CertificateError where it is of no use here.
     """
-    wanted = subject(args, compiled_for)
+    wanted = subject(args, model_config, compiled_for)
     if config.certificate is None:
         return store.load(wanted)
     try:
@@ -62,15 +65,24 @@ def find(config: CoRunConfig, args: EngineArgs, compiled_for: int) -> Certificat
 
 
 def choose(
-    config: CoRunConfig, args: EngineArgs, rows: int, tokens: int, compiled_for: int
+    config: CoRunConfig,
+    args: EngineArgs,
+    model_config: Any,
+    rows: int,
+    tokens: int,
+    *,
+    compiled_for: int,
 ) -> Plan:
     """The plan for `config` (never ``off``). ValueError says why there is none.
 
-    rows: ``max_num_seqs``. tokens: the longest step asked for. ``decode_graph`` is not settled yet.
+    model_config, compiled_for: see ``subject``. rows: ``max_num_seqs``. tokens: the longest step
+    asked for. ``decode_graph`` is not settled yet.
     """
     if config.certificate == MEASURE:
         if args.tensor_parallel_size > 1:
-            raise ValueError(f"{_unheld(args)}; certify it on one device, or use 'isolate'")
+            raise ValueError(
+                f"{_unheld(args, model_config)}; certify it on one device, or use 'isolate'"
+            )
         return Plan(
             "certified",
             rows,
@@ -82,8 +94,8 @@ def choose(
             sample_rows=Rows.span(1, rows),
         )
     engine = planner.Engine(rows, tokens, decode_graph=False)
-    unheld = _unheld(args)
-    certificate = None if unheld else find(config, args, compiled_for)
+    unheld = _unheld(args, model_config)
+    certificate = None if unheld else find(config, args, model_config, compiled_for)
     if certificate is not None:
         return planner.plan(certificate, engine, config.policy)
     if unheld and config.policy != "isolate":

@@ -158,7 +158,7 @@ def _shapes(plan: dict[str, Any], vllm_config: Any) -> dict[str, Any]:
     Under ``certified`` numbers of rows do not, within the class; what the compiler was given does.
     """
     if plan["policy"] != "certified":
-        names = ("policy", "decode_rows", "max_prefill_tokens", "decode_graph")
+        names = ("policy", "decode_rows", "max_prefill_tokens", "decode_graph", "prefill_rows")
         return {name: plan[name] for name in names}
     compiled = not vllm_config.model_config.enforce_eager
     most = vllm_config.scheduler_config.max_num_batched_tokens

@@ -12,7 +12,6 @@ own, so that equal prompts do not come back as clones: prompt 0 a drawn one, s, 
 ``member_seed(s, i)``. The header lists them in order, at most ``MAX_LISTED`` of them.
 """
 
-import functools
 import importlib
 import sys
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
@@ -21,6 +20,7 @@ from typing import Any
 
 from corun.config import resolve
 from corun.contract import fingerprint
+from corun.engine.wrap_once import wrap_once
 from corun.list_seeds import member_seed
 from corun.seeds import draw_seed
 
@@ -107,13 +107,9 @@ def next_seed(used: list[int]) -> int:
     return member_seed(used[0], len(used)) if used else draw_seed()
 
 
-def _wrap_request(request_class: Any) -> None:
+def _to_sampling_params(original: Callable) -> Callable:
     """Seed unseeded requests where vLLM makes their sampling parameters, once per prompt."""
-    original = request_class.to_sampling_params
-    if hasattr(original, "__corun__"):
-        return
 
-    @functools.wraps(original)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         used = _used.get()
         if used is None:
@@ -127,8 +123,7 @@ def _wrap_request(request_class: Any) -> None:
         finally:
             self.seed = given
 
-    to_sampling_params.__corun__ = True  # type: ignore[attr-defined]
-    request_class.to_sampling_params = to_sampling_params
+    return to_sampling_params
 
 
 async def _report(request: Any) -> Any:
@@ -138,15 +133,11 @@ async def _report(request: Any) -> Any:
     return JSONResponse({**request.app.state.corun, "workers": workers})
 
 
-def _wrap_server(server: Any) -> None:
-    """Add the middleware and the report to the app, and learn the domain once the engine is up."""
-    build, initialize = server.build_app, server.init_app_state
-    if hasattr(build, "__corun__"):
-        return
+def _build_app(original: Callable) -> Callable:
+    """Add the middleware and the report to the app."""
 
-    @functools.wraps(build)
     def build_app(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        app = build(args, *rest, **kwargs)
+        app = original(args, *rest, **kwargs)
         if resolve(args.additional_config).enabled:
             from starlette.middleware import Middleware
 
@@ -157,7 +148,12 @@ def _wrap_server(server: Any) -> None:
             app.add_route(REPORT_PATH, _report, methods=["GET"])
         return app
 
-    @functools.wraps(initialize)
+    return build_app
+
+
+def _init_app_state(original: Callable) -> Callable:
+    """Learn the policy and the domain once the engine is up."""
+
     async def init_app_state(
         engine_client: Any, state: Any, args: Any, *rest: Any, **kwargs: Any
     ) -> None:
@@ -167,10 +163,20 @@ def _wrap_server(server: Any) -> None:
             state.corun = {"policy": report["plan"]["policy"], "domain": domain}
             if args.fingerprint_mode == "full":  # the default
                 args.fingerprint_mode, args.fingerprint_value = "custom", domain
-        await initialize(engine_client, state, args, *rest, **kwargs)
+        await original(engine_client, state, args, *rest, **kwargs)
 
-    build_app.__corun__ = True  # type: ignore[attr-defined]
-    server.build_app, server.init_app_state = build_app, init_app_state
+    return init_app_state
+
+
+def hold_request(request_class: Any) -> None:
+    """Seed the requests of one of vLLM's classes in REQUESTS."""
+    wrap_once(request_class, "to_sampling_params", _to_sampling_params)
+
+
+def hold_server(server: Any) -> None:
+    """Hold one of vLLM's server modules."""
+    wrap_once(server, "build_app", _build_app)
+    wrap_once(server, "init_app_state", _init_app_state)
 
 
 def running_servers() -> Iterator[Any]:
@@ -192,5 +198,5 @@ def install_http() -> None:
     """
     for server in running_servers():
         for module, request_class in REQUESTS:
-            _wrap_request(getattr(importlib.import_module(module), request_class))
-        _wrap_server(server)
+            hold_request(getattr(importlib.import_module(module), request_class))
+        hold_server(server)

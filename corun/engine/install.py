@@ -1,23 +1,20 @@
 """Puts the front-end seams in place; the worker's are attached when the worker starts."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
 from corun.config import CoRunConfig
 from corun.engine import admission, arguments, http, random_weights, seeds
+from corun.engine.wrap_once import wrap_once
 
 SEAMS = (("vllm.v1.engine.core", "EngineCore.__init__", ("vllm_config",)),)
 
 
-def _install_guard() -> None:
+def _guarded(start: Callable) -> Callable:
     """An engine that bypassed EngineArgs although CORUN_POLICY asks for CoRun must not start."""
-    start = EngineCore.__init__
-    if hasattr(start, "__corun__"):
-        return
 
-    @functools.wraps(start)
     def guarded(self: EngineCore, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         asked = CoRunConfig.from_env()
         given = (vllm_config.additional_config or {}).get("corun")
@@ -29,8 +26,7 @@ def _install_guard() -> None:
             )
         start(self, vllm_config, *args, **kwargs)
 
-    guarded.__corun__ = True  # type: ignore[attr-defined]
-    EngineCore.__init__ = guarded
+    return guarded
 
 
 def install() -> None:
@@ -40,4 +36,4 @@ def install() -> None:
     seeds.install()
     http.install_http()
     random_weights.install()
-    _install_guard()
+    wrap_once(EngineCore, "__init__", _guarded)

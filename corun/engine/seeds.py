@@ -10,7 +10,6 @@
 Requests of an engine that runs without CoRun are left alone.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from corun.config import resolve
 from corun.engine import cache_hits
+from corun.engine.wrap_once import wrap_once
 from corun.seeds import child_seed, draw_seed, fold_seed, session_seed
 
 SEAMS: tuple[tuple, ...] = (
@@ -70,7 +70,6 @@ def seed_request(request: EngineCoreRequest) -> None:
 
 
 def _process_inputs(original: Callable) -> Callable:
-    @functools.wraps(original)
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> EngineCoreRequest:
         request = original(self, *args, **kwargs)
         if resolve(self.vllm_config.additional_config).enabled:
@@ -82,7 +81,6 @@ def _process_inputs(original: Callable) -> Callable:
 
 
 def _get_child_info(original: Callable) -> Callable:
-    @functools.wraps(original)
     def get_child_info(self: ParentRequest, index: int) -> tuple[str, SamplingParams]:
         request_id, params = original(self, index)
         if getattr(self.sampling_params, _SEEDED, False):
@@ -93,7 +91,6 @@ def _get_child_info(original: Callable) -> Callable:
 
 
 def _from_new_request(original: Callable) -> Callable:
-    @functools.wraps(original)
     def from_new_request(cls: type[RequestState], *args: Any, **kwargs: Any) -> RequestState:
         request = kwargs["request"] if "request" in kwargs else args[1]
         state = original(cls, *args, **kwargs)
@@ -105,7 +102,6 @@ def _from_new_request(original: Callable) -> Callable:
 
 
 def _new_completion_output(original: Callable) -> Callable:
-    @functools.wraps(original)
     def new_completion_output(self: RequestState, *args: Any, **kwargs: Any) -> CompletionOutput:
         output = original(self, *args, **kwargs)
         output.seed = self.seed
@@ -114,20 +110,10 @@ def _new_completion_output(original: Callable) -> Callable:
     return new_completion_output
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[[Callable], Callable]) -> None:
-    found = owner.__dict__[name]
-    original = found.__func__ if isinstance(found, classmethod) else found
-    if hasattr(original, "__corun__"):
-        return
-    wrapped = wrapper(original)
-    wrapped.__corun__ = True  # type: ignore[attr-defined]
-    setattr(owner, name, classmethod(wrapped) if isinstance(found, classmethod) else wrapped)
-
-
 def install() -> None:
     """Put the seeds into this process's front end; calling it again changes nothing."""
     CompletionOutput.seed = None  # beam search makes outputs of its own, which draw nothing
-    _wrap(InputProcessor, "process_inputs", _process_inputs)
-    _wrap(ParentRequest, "get_child_info", _get_child_info)
-    _wrap(RequestState, "from_new_request", _from_new_request)
-    _wrap(RequestState, "_new_completion_output", _new_completion_output)
+    wrap_once(InputProcessor, "process_inputs", _process_inputs)
+    wrap_once(ParentRequest, "get_child_info", _get_child_info)
+    wrap_once(RequestState, "from_new_request", _from_new_request)
+    wrap_once(RequestState, "_new_completion_output", _new_completion_output)

@@ -13,10 +13,7 @@ from vllm.platforms import current_platform
 
 from corun.engine.domain import device_name, library_settings, model_shape, software
 
-SEAMS = (
-    ("vllm.engine.arg_utils", "EngineArgs.create_model_config"),
-    ("vllm.platforms", "current_platform.get_device_name"),
-)
+SEAMS = (("vllm.platforms", "current_platform.get_device_name"),)
 
 
 def _threads() -> list[Any]:
@@ -25,12 +22,12 @@ def _threads() -> list[Any]:
     return [os.cpu_count(), torch.get_num_threads(), *(os.environ.get(name) for name in names)]
 
 
-def subject(args: EngineArgs, tokens: int) -> dict[str, Any]:
+def subject(args: EngineArgs, model_config: Any, tokens: int) -> dict[str, Any]:
     """What a certificate for this engine speaks of, as JSON values.
 
-    tokens: ``max_num_batched_tokens``; the compiler's kernels may depend on it.
+    model_config: vLLM's, made from `args`. tokens: ``max_num_batched_tokens``; the compiler's
+    kernels may depend on it.
     """
-    model_config = args.create_model_config()
     return {
         "model": model_shape(model_config.hf_config),
         "dtype": str(model_config.dtype),

@@ -1,37 +1,23 @@
 """``corun verify`` and ``corun localize`` on real vLLM: plain vLLM fails, ``isolate`` passes."""
 
 import json
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 
 from corun.cli import main
 from corun.config import CoRunConfig
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.models import write_config
+
 SMALL = (
     "--rows", "8",
     "--engine-arg", "max_model_len=2304",
     "--engine-arg", "kv_cache_memory_bytes=1073741824",
 )  # fmt: skip
-
-
-# Small enough to cross 64 rows on a CPU; it has neither weights nor a tokenizer.
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "head_dim": 32,
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 4096,
-}
 
 
 def verify(model_path, tmp_path, *flags):
@@ -101,7 +87,7 @@ def test_isolate_keeps_the_contract_in_float32(model_path, tmp_path):
 
 
 def test_isolate_crosses_64_rows_on_random_weights(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    write_config("tiny-llama", tmp_path)
     flags = ("--random-weights", "--policy", "isolate", "--suite", "adversarial", "--rows", "64")
     status, report = verify(str(tmp_path), tmp_path, *flags, "--restarts", "0")
     assert status == 0, report["failures"]
@@ -115,7 +101,7 @@ def test_isolate_crosses_64_rows_on_random_weights(tmp_path):
 def test_a_closed_engine_leaves_nothing_behind(tmp_path, policy):
     from corun.verify.engine import close_engine, defaults, open_engine
 
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    write_config("tiny-llama", tmp_path)
     config = CoRunConfig(policy=policy)
     small = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 26}
     llm = open_engine(str(tmp_path), config, random_weights=True, **defaults(config, 8) | small)

@@ -1,5 +1,6 @@
 """A small simulated engine that does as the held policy says, with preemption and cache hits."""
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from scheduler_traces import BLOCK_SIZE, NOT_PAUSED, PAUSED_ALL, Arrival, Trace
 from corun.plan import Grants
 from corun.schedule.held import Choice, HeldPolicy, Kind
 from corun.schedule.ledger import KVGeometry, KVGroup
+from corun.schedule.refusal import refusal
 from corun.schedule.step_check import violation
 
 
@@ -32,13 +34,37 @@ class Request:
         return self.num_prompt_tokens + self.outputs
 
 
+def asking(name: str, prompt: int, max_tokens: int = 4, computed: int = 0) -> Request:
+    arrival = Arrival(0, prompt, max_tokens, max_tokens, 0, 0, None, False, None)
+    return Request(name, prompt, max_tokens, arrival, num_computed_tokens=computed)
+
+
+def blocks_held(trace: Trace, length: int, computed_before: int) -> int:
+    """Blocks behind `length` tokens, of which the last step computed all but `computed_before`."""
+    full = -(-length // BLOCK_SIZE)
+    if trace.window is None:
+        return full
+    gone = max(0, computed_before - trace.window + 1) // BLOCK_SIZE
+    return full + (full - gone)
+
+
+def geometry(trace: Trace) -> KVGeometry:
+    groups = [KVGroup(BLOCK_SIZE)]
+    if trace.window is not None:
+        most = min(trace.window - 1 + trace.budget, trace.max_model_len)
+        groups.append(KVGroup(BLOCK_SIZE, -(-most // BLOCK_SIZE) + 1))
+    return KVGeometry(tuple(groups), trace.capacity, trace.max_model_len)
+
+
 class Simulator:
     """An engine that does as the policy says. lag: results that are still under way (0 or 1)."""
 
     def __init__(self, trace: Trace, grants: Grants, lag: int) -> None:
         self.trace, self.grants, self.lag = trace, grants, lag
-        geometry = KVGeometry((KVGroup(BLOCK_SIZE),), trace.capacity, trace.max_model_len)
-        self.policy = HeldPolicy(geometry, trace.max_running, grants, trace.budget)
+        self.geometry = geometry(trace)
+        # Without a grant nobody shares a prompt's step, and the engine alone cuts the prompt.
+        longest = sys.maxsize if grants == Grants() else trace.budget
+        self.policy = HeldPolicy(self.geometry, trace.max_running, grants, longest)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.under_way: deque[list[Request]] = deque()
@@ -47,14 +73,11 @@ class Simulator:
         self.refused: list[Request] = []
         self.lost: list[Request] = []
         self.begins: dict[str, int] = {}
-        self.served = [
-            geometry.never_fits_message(a.prompt, a.max_tokens) is None for a in trace.arrivals
-        ]
         reservations = {
-            f"r{i}": geometry.reservation(a.prompt, a.max_tokens)
+            f"r{i}": self.geometry.reservation(a.prompt, a.max_tokens)
             for i, a in enumerate(trace.arrivals)
         }
-        self.watch = HeldWatch(trace, grants, reservations, geometry.blocks)
+        self.watch = HeldWatch(trace, grants, reservations, self.geometry.blocks)
 
     def limit(self, r: Request) -> int:
         return self.trace.length(r.arrival) - r.num_prompt_tokens
@@ -74,7 +97,7 @@ class Simulator:
 
     def arrive(self) -> None:
         for i, a in enumerate(self.trace.arrivals):
-            if a.step == self.now and self.served[i]:
+            if a.step == self.now and not refusal(self.geometry, a.prompt, a.max_tokens):
                 request = Request(f"r{i}", a.prompt, a.max_tokens, a, i)
                 self.waiting.append(request)
                 self.watch.arrive(request.request_id, a)
@@ -95,10 +118,10 @@ class Simulator:
 
     def allocate(self, r: Request, computed: int) -> bool:
         """Blocks for a running request's first `computed` tokens; False if there are too few."""
-        more = max(0, -(-computed // BLOCK_SIZE) - r.blocks)
-        if more > self.free():
+        needed = blocks_held(self.trace, computed, r.num_computed_tokens)
+        if needed - r.blocks > self.free():
             return False
-        r.blocks += more
+        r.blocks = needed
         return True
 
     def will_run(self, r: Request) -> bool:
@@ -143,12 +166,12 @@ class Simulator:
             begin = self.hit(r)
             n = min(r.num_tokens - begin, left)
             free = self.free()
-            if not self.will_run(r) or n == 0 or -(-r.num_tokens // BLOCK_SIZE) > free:
+            if not self.will_run(r) or n == 0 or self.geometry.blocks(r.num_tokens) > free:
                 break
             self.waiting.remove(r)
             self.running.append(r)
-            assert self.allocate(r, begin + n)
             r.num_computed_tokens = self.begins[r.request_id] = begin
+            assert self.allocate(r, begin + n)
             batch[r] = n
             left -= n
         self.refused = [r for r in (*choice.partial, *choice.starting) if r not in batch]
@@ -192,8 +215,10 @@ class Simulator:
             assert self.grants.preemption or violation(self.policy, choice, tokens) is None
         assert [r.request_id for r in self.running] == [r.name for r in self.watch.running]
         if not self.grants.preemption:
-            assert self.trace.capacity - self.free() <= self.policy.ledger.reserved
-            assert self.policy.ledger.reserved <= self.trace.capacity
+            # A waiting engine may find the ledger one abort behind; what is used is in it.
+            ledger = self.policy.ledger
+            assert self.trace.capacity - self.free() <= ledger.reserved <= self.trace.capacity
+            assert all(r.request_id in ledger for r in self.running)
         self.abort(late=True)
         if len(self.under_way) > self.lag:
             self.results(self.under_way.popleft())
@@ -227,7 +252,18 @@ class Simulator:
     def drain(self) -> None:
         last, most = max(a.step for a in self.trace.arrivals), self.watch.most_steps()
         while self.running or self.waiting or self.now <= last:
-            if not self.running and not self.waiting:
-                self.now = min(a.step for a in self.trace.arrivals if a.step >= self.now)
             self.step()
             assert self.watch.steps <= most, "starved, or stuck"
+
+
+def check(trace: Trace, grants: Grants, lag: int) -> HeldWatch:
+    """Play the trace; everybody who fits must end with all of its output."""
+    simulator = Simulator(trace, grants, lag)
+    simulator.drain()
+    for i, a in enumerate(trace.arrivals):
+        length = trace.length(a)
+        fits = simulator.geometry.blocks(length) <= trace.capacity
+        assert (f"r{i}" in simulator.finished) == fits
+        if fits and a.abort_after is None:
+            assert simulator.finished[f"r{i}"] == min(a.stop_after, length - a.prompt)
+    return simulator.watch

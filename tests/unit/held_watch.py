@@ -1,8 +1,8 @@
 """The properties that a held scheduler must keep, for every set of grants.
 
-`HeldWatch` is told what each step did (by a simulated engine in test_held.py, by vLLM's own
-scheduler in test_held_real.py). It keeps its own record of every request and shares no code with
-the policy.
+`HeldWatch` is told what each step did (by the simulated engine of held_simulator.py, or by vLLM's
+own scheduler in real_traffic.py). It keeps its own record of every request and shares no code
+with the policy. With no grant the properties are those of ``isolate``.
 """
 
 from collections import Counter
@@ -58,7 +58,11 @@ class Step:
 
 
 class HeldWatch:
-    """Checks every step. reservations: blocks by name. blocks: blocks behind so many tokens."""
+    """Checks every step.
+
+    reservations: blocks by name. blocks: blocks behind so many tokens. chunk: the length of a whole
+    prompt chunk in this engine, in tokens, where that is not its budget.
+    """
 
     def __init__(
         self,
@@ -66,13 +70,11 @@ class HeldWatch:
         grants: Grants,
         reservations: dict[str, int],
         blocks: Callable[[int], int],
+        chunk: int | None = None,
     ) -> None:
-        self.trace, self.grants, self.reservations, self.blocks = (
-            trace,
-            grants,
-            reservations,
-            blocks,
-        )
+        self.trace, self.grants = trace, grants
+        self.reservations, self.blocks = reservations, blocks
+        self.chunk = chunk or trace.budget
         self.waiting: list[Seen] = []
         self.running: list[Seen] = []
         self.numbers = 0
@@ -159,7 +161,7 @@ class HeldWatch:
         assert step.offered == line[: len(step.offered)], "somebody was overtaken"
         for r in step.prompts:
             start = step.begins[r.name] if r in step.ready else r.computed
-            whole = min(step.known[r.name] - start, self.trace.budget)
+            whole = min(step.known[r.name] - start, self.chunk)
             n = scheduled[r.name]
             if n != whole:
                 last = r is step.offered[-1]
@@ -203,7 +205,7 @@ class HeldWatch:
 
     def _chunk(self, r: Seen, step: "Step") -> int:
         """The longest that a prompt's next chunk can be: a start may have a prefix cache hit."""
-        return min(step.known[r.name] - r.computed, self.trace.budget)
+        return min(step.known[r.name] - r.computed, self.chunk)
 
     def _fits_tokens(self, r: Seen, step: "Step") -> bool:
         if not step.offered:

@@ -4,9 +4,11 @@ from corun.plan import Grants, Plan
 from corun.rows import Rows
 
 
-def isolate(rows: int, tokens: int = 512, graph: bool = False) -> Plan:
+def isolate(
+    rows: int, tokens: int = 512, graph: bool = False, prefill_rows: tuple[int, ...] = ()
+) -> Plan:
     """An isolate plan of `rows` decode rows."""
-    return Plan("isolate", rows, tokens, graph, "test")
+    return Plan("isolate", rows, tokens, graph, "test", prefill_rows=prefill_rows)
 
 
 def certified(step: Rows, sample: Rows, grants: Grants | None = None) -> Plan:

@@ -112,22 +112,6 @@ def test_auto_is_isolate_and_says_why(model):
     assert "certificate" in plan.reason
 
 
-def test_graphs_on_a_device(model, monkeypatch):
-    monkeypatch.setattr(compilation.current_platform, "is_cpu", lambda: False)
-    plan = isolate(16)
-    given = args(model, max_num_seqs=16)
-    assert compilation.settle_graphs(given, plan) is True
-    config = given.compilation_config
-    assert config.cudagraph_mode.name == "FULL_DECODE_ONLY"
-    assert config.cudagraph_capture_sizes == [16]
-    assert compilation.settle_graphs(args(model, enforce_eager=True), plan) is False
-    with pytest.raises(ValueError, match="cudagraph_capture_sizes"):
-        compilation.settle_graphs(args(model, cudagraph_capture_sizes=[1, 2, 4]), plan)
-    piecewise = args(model, compilation_config={"cudagraph_mode": "PIECEWISE"})
-    with pytest.raises(ValueError, match="cudagraph_mode"):
-        compilation.settle_graphs(piecewise, plan)
-
-
 def test_off_changes_nothing(model, monkeypatch):
     monkeypatch.delenv("CORUN_POLICY", raising=False)
     arguments.install()

@@ -19,21 +19,13 @@ from corun.rows import Rows
 ROWS, TOKENS, COMPILED = 8, 64, 8192
 
 
-def engine_args(tensor_parallel=1, mla=False):
-    """What is read of vLLM's EngineArgs beside the subject."""
-    return SimpleNamespace(
-        tensor_parallel_size=tensor_parallel,
-        create_model_config=lambda: SimpleNamespace(use_mla=mla),
-    )
-
-
 @pytest.fixture(autouse=True)
 def asked(monkeypatch, tmp_path):
     """A cache of its own, and the subject of every engine; returns what subjects were asked for."""
     monkeypatch.setenv(store.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     seen = []
 
-    def subject(args, tokens):
+    def subject(args, model_config, tokens):
         seen.append(tokens)
         return dict(DOMAIN)
 
@@ -41,9 +33,11 @@ def asked(monkeypatch, tmp_path):
     return seen
 
 
-def chosen(policy="auto", certificate_=None, rows=ROWS, tokens=TOKENS, **args):
-    config = CoRunConfig(policy, certificate=certificate_)
-    return choose(config, engine_args(**args), rows, tokens, COMPILED)
+def chosen(policy="auto", named=None, *, rows=ROWS, tokens=TOKENS, tensor_parallel=1, mla=False):
+    config = CoRunConfig(policy, certificate=named)
+    # What is read of vLLM's EngineArgs and ModelConfig beside the subject.
+    args = SimpleNamespace(tensor_parallel_size=tensor_parallel)
+    return choose(config, args, SimpleNamespace(use_mla=mla), rows, tokens, compiled_for=COMPILED)
 
 
 def written(tmp_path, made):

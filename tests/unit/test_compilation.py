@@ -1,6 +1,7 @@
 """CUDA graphs and the compiler under a certified plan. No engine starts."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -38,14 +39,14 @@ def sizes_of(given):
 
 def test_vllms_own_sizes_where_all_are_certified(args):
     given = args()
-    assert compilation.settle_graphs(given, EVERY) is True
+    assert compilation.settle_graphs(given, EVERY).decode_graph
     assert sizes_of(given) is None
     assert given.compilation_config.cudagraph_mode is None
 
 
 def test_sizes_are_those_of_the_class(args):
     given = args()
-    assert compilation.settle_graphs(given, certified(ODD, Rows.span(1, 32))) is True
+    assert compilation.settle_graphs(given, certified(ODD, Rows.span(1, 32))).decode_graph
     assert sizes_of(given) == [8, 16, 24, 32, 40, 48, 512]
     assert set(sizes_of(given)) <= set(ODD)
 
@@ -67,17 +68,67 @@ def test_sizes_that_were_asked_for(args, where):
     with pytest.raises(ValueError, match=r"cudagraph_capture_sizes=.*4 rows are not certified"):
         compilation.settle_graphs(asked([4, 8]), plan)
     given = asked([8, 40])
-    assert compilation.settle_graphs(given, plan) is True
+    assert compilation.settle_graphs(given, plan).decode_graph
     assert [8, 40] in (given.cudagraph_capture_sizes, sizes_of(given))
 
 
 def test_no_graphs(args, monkeypatch):
     plan = certified(ODD, Rows.span(1, 32))
     for given in (args(enforce_eager=True), args(compilation_config={"cudagraph_mode": "NONE"})):
-        assert compilation.settle_graphs(given, plan) is False
+        assert not compilation.settle_graphs(given, plan).decode_graph
         assert sizes_of(given) is None
     monkeypatch.setattr(compilation.current_platform, "is_cpu", lambda: True)
-    assert compilation.settle_graphs(args(), plan) is False
+    assert not compilation.settle_graphs(args(), plan).decode_graph
+
+
+def test_isolate_has_one_full_graph_and_pieces_for_prefills(args):
+    given = args()
+    plan = compilation.settle_graphs(given, isolate(200, tokens=600))
+    assert plan.decode_graph
+    assert plan.prefill_rows == (200, 256, 384, 512)
+    assert given.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"
+    assert sizes_of(given) == [200, 256, 384, 512]
+    assert [plan.rows_for(n, decode=False) for n in (1, 200, 201, 512, 513, 600)] == [
+        *(200, 200, 256, 512),
+        *(513, 600),
+    ]
+    again = compilation.settle_graphs(given, isolate(200, tokens=600))  # vLLM settles twice
+    assert again == plan
+    assert sizes_of(given) == [200, 256, 384, 512]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}},
+        {"compilation_config": {"mode": 0}},
+        {"optimization_level": 0},
+    ],
+)
+def test_isolate_without_pieces(args, how):
+    given = args(**how)
+    plan = compilation.settle_graphs(given, isolate(16))
+    assert (plan.decode_graph, plan.prefill_rows) == (True, ())
+    assert given.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+    assert sizes_of(given) == [16]
+    assert plan.rows_for(5, decode=False) == 5
+
+
+def test_pack_has_no_pieces(args):
+    given = args()
+    plan = compilation.settle_graphs(given, replace(isolate(16), policy="pack"))
+    assert (plan.decode_graph, plan.prefill_rows) == (True, ())
+    assert given.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+
+
+def test_graphs_that_isolate_refuses(args):
+    with pytest.raises(ValueError, match="cudagraph_capture_sizes"):
+        compilation.settle_graphs(args(cudagraph_capture_sizes=[1, 2, 4]), isolate(16))
+    pieces_only = args(compilation_config={"cudagraph_mode": "PIECEWISE"})
+    with pytest.raises(ValueError, match="cudagraph_mode"):
+        compilation.settle_graphs(pieces_only, isolate(16))
+    eager = compilation.settle_graphs(args(enforce_eager=True), isolate(16))
+    assert (eager.decode_graph, eager.prefill_rows) == (False, ())
 
 
 def test_the_compiler_always_compiles_for_the_same_range(args, monkeypatch):
@@ -123,6 +174,9 @@ def finished(mode, sizes):
         ("NONE", [4, 8], certified(ODD, Rows.span(1, 32)), None),
         ("NONE", None, certified(ODD, Rows.span(1, 32)), None),
         ("FULL_DECODE_ONLY", [8], isolate(8, graph=True), None),
+        ("FULL_AND_PIECEWISE", [8, 128], isolate(8, graph=True, prefill_rows=(8, 128)), None),
+        ("FULL_AND_PIECEWISE", [8], isolate(8, graph=True, prefill_rows=(8, 128)), "changed the"),
+        ("FULL_DECODE_ONLY", [8], isolate(8, graph=True, prefill_rows=(8, 128)), "changed the"),
         ("FULL_DECODE_ONLY", [8, 16], isolate(8, graph=True), "changed the decode graph"),
         ("PIECEWISE", [8], isolate(8, graph=True), "changed the decode graph"),
         ("NONE", [], isolate(8, graph=True), "changed the decode graph"),

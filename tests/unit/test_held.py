@@ -4,27 +4,16 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from held_simulator import Request, Simulator
-from held_watch import GRANTS, HeldWatch, name_of
+from held_simulator import asking, check
+from held_watch import GRANTS, name_of
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from scheduler_traces import BLOCK_SIZE, Arrival, Trace, traces
+from scheduler_traces import BLOCK_SIZE, traces
 
 from corun.plan import Grants
 from corun.schedule.held import Choice, HeldPolicy, Kind
 from corun.schedule.ledger import KVGeometry, KVGroup
 from corun.schedule.step_check import violation
-
-
-def check(trace: Trace, grants: Grants, lag: int) -> HeldWatch:
-    simulator = Simulator(trace, grants, lag)
-    simulator.drain()
-    for i, a in enumerate(trace.arrivals):
-        assert (f"r{i}" in simulator.finished) == simulator.served[i]
-        if simulator.served[i] and a.abort_after is None:
-            limit = trace.length(a) - a.prompt
-            assert simulator.finished[f"r{i}"] == min(a.stop_after, limit)
-    return simulator.watch
 
 
 def test_properties_under_random_traffic_for_every_set_of_grants():
@@ -51,11 +40,6 @@ def test_properties_under_random_traffic_for_every_set_of_grants():
 
 PACK = Grants(batched_prefill=True)
 MIXED = Grants(batched_prefill=True, mixed=True)
-
-
-def asking(name: str, prompt: int, max_tokens: int = 4, computed: int = 0) -> Request:
-    arrival = Arrival(0, prompt, max_tokens, max_tokens, 0, 0, None, False, None)
-    return Request(name, prompt, max_tokens, arrival, num_computed_tokens=computed)
 
 
 def policy(grants: Grants, *, capacity: int = 100, max_running: int = 4, step: int = 16):

@@ -26,8 +26,8 @@ def make_request_class():
             seed = None if self.seed == -1 else self.seed
             return SimpleNamespace(seed=seed, max_tokens=max_tokens)
 
-    http._wrap_request(Request)
-    http._wrap_request(Request)  # a second time changes nothing
+    http.hold_request(Request)
+    http.hold_request(Request)  # a second time changes nothing
     return Request
 
 
@@ -250,8 +250,8 @@ def fake_server(stack_built=True):
         state.fingerprint = (args.fingerprint_mode, args.fingerprint_value)
 
     server = SimpleNamespace(build_app=build_app, init_app_state=init_app_state)
-    http._wrap_server(server)
-    http._wrap_server(server)
+    http.hold_server(server)
+    http.hold_server(server)
     return server
 
 
@@ -308,7 +308,7 @@ def test_vllms_own_request_classes(name):
         "ChatCompletionRequest": {"messages": [{"role": "user", "content": "a"}]},
         "ResponsesRequest": {"input": "a"},
     }[name]
-    http._wrap_request(request_class)
+    http.hold_request(request_class)
     for given in ({}, {"seed": None}, {"seed": -1}, {"seed": 11}):
         request = request_class(model="m", **prompt, **given)
         used: list[int] = []

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import pytest
@@ -48,3 +49,18 @@ def test_a_graph_where_there_must_be_none():
 def test_off_allows_everything():
     off = Plan("off", 0, 0, False, "test")
     assert off.violation(replace(GOOD_DECODE, rows=3)) is None
+
+
+def test_a_prefill_is_padded_to_the_next_of_its_sizes():
+    padded = replace(PLAN, prefill_rows=(8, 128, 256))
+    assert padded.violation(replace(GOOD_PREFILL, rows=128)) is None
+    assert "must be 128" in padded.violation(GOOD_PREFILL)
+    assert "must be 128" in padded.violation(replace(GOOD_PREFILL, rows=256))
+    longer = replace(GOOD_PREFILL, tokens=257, rows=257)
+    assert padded.violation(longer) is None
+    assert padded.violation(replace(longer, rows=512)) is not None
+
+
+def test_the_mapping_is_json_and_comes_back():
+    plan = replace(PLAN, prefill_rows=(8, 128))
+    assert Plan.from_mapping(json.loads(json.dumps(plan.to_mapping()))) == plan

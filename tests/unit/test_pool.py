@@ -59,5 +59,5 @@ def test_a_linear_pool_shows_an_order_that_plain_rows_hide():
     assert hidden < 5e-4
     assert shown > 20 * hidden
     assert shown > 0.001
-    found = find_classes(RowProbe(operation, linear), 8, budget_s=60)
+    found = find_classes("linear", RowProbe(operation, linear), 8, budget_s=60)
     assert found.classes == (Rows.span(5, 8), Rows.span(1, 4))

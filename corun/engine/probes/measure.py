@@ -88,13 +88,14 @@ def _row_claims(
     claims = []
     for op in operations:
         share = HEAD_SHARE if op.sampled else (1 - HEAD_SHARE) * op.cost / total
-        found = find_classes(
-            RowProbe(op.function, op.pool()),
-            requests if op.sampled else largest,
-            budget_s=budget_s * share,
-        )
         claims.append(
-            RowClaim(op.name, op.sampled, found.classes, found.variant, found.values, found.seconds)
+            find_classes(
+                op.name,
+                RowProbe(op.function, op.pool()),
+                requests if op.sampled else largest,
+                budget_s=budget_s * share,
+                sampled=op.sampled,
+            )
         )
     return claims
 

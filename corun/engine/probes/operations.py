@@ -22,8 +22,6 @@ SEAMS: tuple[tuple, ...] = (
     ("vllm.model_executor.layers.linear", "LinearBase"),
     ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "MoERunner"),
     ("vllm.model_executor.custom_op", "CustomOp.enabled"),
-    ("vllm.model_executor.layers.layernorm", "RMSNorm"),
-    ("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead"),
 )
 
 

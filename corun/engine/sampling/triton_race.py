@@ -253,8 +253,11 @@ def race(
     group = max(GROUP, triton.next_power_of_2(triton.cdiv(vocab, MAX_GROUPS)))
     blocks, groups = triton.cdiv(vocab, BLOCK), triton.cdiv(vocab, group)
     f32, i32 = torch.float32, torch.int32
-    block_max, block_time = logits.new_empty((2, rows, blocks), dtype=f32)
-    group_max, group_mass = logits.new_empty((2, rows, groups), dtype=f32)
+    # Each in a tensor of its own: see triton_scores.
+    block_max = logits.new_empty((rows, blocks), dtype=f32)
+    block_time = torch.empty_like(block_max)
+    group_max = logits.new_empty((rows, groups), dtype=f32)
+    group_mass = torch.empty_like(group_max)
     block_token = logits.new_empty((rows, blocks), dtype=i32)
     listed = logits.new_empty((rows, groups), dtype=i32)
     bracket = logits.new_empty((rows, BRACKET), dtype=i32)

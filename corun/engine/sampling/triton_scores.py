@@ -83,10 +83,13 @@ def row_scores(
         logits = logits.contiguous().clone()  # one alignment, one compiled kernel
     blocks, groups = triton.cdiv(vocab, BLOCK), triton.cdiv(vocab, group)
     f32 = torch.float32
-    block_max, block_sum = logits.new_empty((2, rows, blocks), dtype=f32)
+    # Each in a tensor of its own: a slice's alignment would follow the rows, and Triton compiles
+    # kernels anew for another alignment.
+    block_max = logits.new_empty((rows, blocks), dtype=f32)
+    block_sum = torch.empty_like(block_max)
     block_count = logits.new_empty((rows, blocks), dtype=torch.int32)
     group_max = logits.new_empty((rows, groups), dtype=f32)
-    top, log_sum = logits.new_empty((2, rows), dtype=f32)
+    top, log_sum = logits.new_empty(rows, dtype=f32), logits.new_empty(rows, dtype=f32)
     rank = logits.new_empty(rows, dtype=torch.int64)
     _score_blocks[(rows * blocks,)](
         logits, tokens, block_max, block_sum, block_count, group_max,
