@@ -8,10 +8,12 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import NamedTuple
 
+from corun.engine import violation_note
 from corun.engine.audit import PlanViolationError
 
 KEPT, BROKEN, CANNOT_RUN = 0, 1, 2
@@ -33,6 +35,7 @@ COMMANDS = {
         "corun.commands.certify", "measure which shapes give the same bits on this machine"
     ),
     "localize": Command("corun.commands.localize", "find the module where plain vLLM diverges"),
+    "bench": Command("corun.commands.bench", "measure modes side by side, with figures"),
     "doctor": Command("corun.commands.doctor", "what is installed, and which policy would run"),
 }
 
@@ -50,8 +53,16 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, ModuleType | None]:
-    """The parser, with the arguments of the `chosen` command only, and that command's module."""
+class _Parsers(NamedTuple):
+    """The whole parser, the one whose usage an error shows, and the chosen command's module."""
+
+    all: argparse.ArgumentParser
+    own: argparse.ArgumentParser
+    module: ModuleType | None
+
+
+def _parsers(chosen: str | None) -> _Parsers:
+    """Parsers with the arguments of the `chosen` command only."""
     parser = argparse.ArgumentParser(
         prog="corun",
         description="Deterministic vLLM: the same tokens and logprobs, to the bit, whatever else "
@@ -61,7 +72,7 @@ def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, ModuleType | N
     )
     parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    module = None
+    own, module = parser, None
     for name, command in COMMANDS.items():
         sub = subparsers.add_parser(
             name,
@@ -71,14 +82,15 @@ def _parser(chosen: str | None) -> tuple[argparse.ArgumentParser, ModuleType | N
             allow_abbrev=False,
         )
         if name == chosen:
-            module = importlib.import_module(command.module)
+            own, module = sub, importlib.import_module(command.module)
             module.add_arguments(sub)
-    return parser, module
+    return _Parsers(parser, own, module)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModuleType]:
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
-    parser, module = _parser(chosen)
+    parsers = _parsers(chosen)
+    module = parsers.module
     given, passed = list(argv), []
     if getattr(module, "PASS_THROUGH", False):
         if "--" in given:
@@ -87,9 +99,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModuleType]:
         # vLLM's own way to ask for a part of its help; argparse would call it an error.
         passed += [a for a in given if a.startswith("--help=")]
         given = [a for a in given if not a.startswith("--help=")]
-    args, unknown = parser.parse_known_args(given)
+    args, unknown = parsers.all.parse_known_args(given)
     if unknown and not getattr(module, "PASS_THROUGH", False):
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parsers.own.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.rest = unknown + passed
     assert module is not None  # argparse has exited unless a command was chosen
     return args, module
@@ -108,18 +120,51 @@ def _explain(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({DEBUG_VARIABLE}=1 shows where)"
 
 
+def _debugging() -> bool:
+    return os.environ.get(DEBUG_VARIABLE, "").strip() not in ("", "0")
+
+
+@contextmanager
+def _violations_told() -> Iterator[None]:
+    """PlanViolationError where any process left a note of one, whatever else became of it.
+
+    An engine in a process of its own dies with its error: the front end sees only that it is dead.
+    """
+    with violation_note.expected() as read:
+        error: BaseException | None = None
+        try:
+            yield
+        except PlanViolationError:
+            raise
+        except Exception as e:
+            error = e
+        if message := read():
+            raise PlanViolationError(message) from error
+        if error is not None:
+            raise error
+
+
+def _run(module: ModuleType, args: argparse.Namespace) -> int:
+    """Run a command, with vLLM kept quiet where the command wants that."""
+    from corun.commands.quiet import quiet
+
+    calm = getattr(module, "QUIET", False) and not _debugging()
+    with _violations_told(), quiet(args.rest) if calm else nullcontext():
+        return int(module.run(args))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``corun`` with `argv` (default: the process's arguments); returns the exit status."""
     args, status = None, CANNOT_RUN
     try:
         args, module = _parse(sys.argv[1:] if argv is None else argv)
-        return int(module.run(args))
+        return _run(module, args)
     except KeyboardInterrupt:
         message = "interrupted"
     except PlanViolationError as error:
         message, status = str(error), BROKEN
     except Exception as error:
-        if os.environ.get(DEBUG_VARIABLE, "").strip() not in ("", "0"):
+        if _debugging():
             raise
         message = _explain(error)
     name = f"corun {args.command}" if args else "corun"

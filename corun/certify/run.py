@@ -17,6 +17,7 @@ from typing import Any
 
 from corun.certify import planner, store
 from corun.certify.certificate import Certificate, EngineCheck
+from corun.certify.first_module import as_checked, first_module
 from corun.config import MEASURE, CoRunConfig
 from corun.plan import Plan
 from corun.verify.compare import Divergence
@@ -105,6 +106,7 @@ def certify(options: CertifyOptions, progress: bool = True) -> Certified:
     if isinstance(plan, Plan) and certificate.engine is None:
         certificate, more = _check_anew(certificate, options, args, say)
         seconds += more
+    certificate = _blamed(certificate, options, args, say)
     file = store.save(certificate) if options.keep else None
     return Certified(certificate, engine, file, seconds)
 
@@ -126,17 +128,10 @@ def _check_anew(
     certificate: Certificate, options: CertifyOptions, args: dict[str, Any], say: "_Progress"
 ) -> tuple[Certificate, float]:
     """Check an engine that is held to the plan which `certificate` allows."""
-    import tempfile
-
-    from corun.jobs.files import write_json
     from corun.verify.engine import close_engine, open_engine
 
-    with tempfile.TemporaryDirectory() as directory:
-        # The plan needs a certificate that was checked; this one is about to be.
-        trial = replace(certificate, engine=EngineCheck(equal=True, tokens=0, logprobs=0))
-        path = Path(directory, "trial.json")
-        write_json(path, trial.to_mapping())
-        config = CoRunConfig("certified", certificate=str(path))
+    with as_checked(certificate) as path:
+        config = CoRunConfig("certified", certificate=path)
         with say.doing("starting an engine under the plan"):
             llm = open_engine(options.model, config, random_weights=options.random_weights, **args)
         try:
@@ -147,6 +142,18 @@ def _check_anew(
         finally:
             close_engine(llm)
             del llm
+
+
+def _blamed(
+    certificate: Certificate, options: CertifyOptions, args: dict[str, Any], say: "_Progress"
+) -> Certificate:
+    """`certificate` with the first module that differs added to what its check found."""
+    check = certificate.engine
+    if check is None or check.equal:
+        return certificate
+    with say.doing("the engine disagrees with the probes; looking for the module"):
+        module = first_module(certificate, options.model, args, options.random_weights)
+    return replace(certificate, engine=replace(check, example=f"{module}; {check.example}"))
 
 
 def _check(llm: Any, model: str) -> EngineCheck:

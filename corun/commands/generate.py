@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from corun.commands.model_names import check_model
 from corun.commands.options import add_json_option, add_policy_options, given_settings
 from corun.jobs.lines import BadLine, Job, parse
 from corun.jobs.params import PARAMETERS, checked
 
 PASS_THROUGH = True
+QUIET = True
 SHOWN_ERRORS = 20
 
 # Sampling defaults that are flags too: name -> (type, help). The rest is for the lines alone.
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.rest or args.rest[0].startswith("-"):
         raise ValueError("which model? corun generate MODEL -i IN.jsonl -o OUT.jsonl (model first)")
+    check_model(args.rest[0])
     output = Path(args.output)
     if output.exists() and not args.overwrite:
         raise ValueError(f"{output} exists; --overwrite replaces it, another -o keeps it")
@@ -103,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
         stop=stop,
         overwrite=args.overwrite,
     )
+    # After the job has noted its flags: how much memory is free must not keep it from going on.
+    _settle_memory(engine, args.rest[1:])
     summary = job.run()
     summary["seconds"] = round(time.monotonic() - started, 3)
     if args.json:
@@ -111,6 +116,12 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, summary)
     _print_summary(summary, output)
     return 1 if summary["violations"] else 0
+
+
+def _settle_memory(engine: Any, flags: Sequence[str]) -> None:
+    from corun.engine import cpu_memory
+
+    cpu_memory.settle(engine, engine, flags)
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 import argparse
 
+from corun.commands.model_names import check_model
 from corun.commands.verify import add_model_arguments, engine_args
 from corun.config import CoRunConfig
+
+QUIET = True
 
 EPILOG = """\
 A request runs alone and then in a crowd, on one eager engine in this process, and its rows of every
@@ -31,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Localize; 0 nothing differs, 1 something does, 2 could not run."""
+    check_model(args.model)
     from corun.verify.localize import LocalizeOptions, localize, print_findings
 
     report = localize(

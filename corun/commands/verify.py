@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from corun.commands.model_names import check_model
 from corun.commands.options import add_json_option
 from corun.config import POLICIES, CoRunConfig
+
+QUIET = True
 
 EPILOG = """\
 Every request runs alone first; then beside others in every scenario, on one engine and, after full
@@ -96,6 +99,7 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Verify; 0 kept, 1 broke, 2 could not run."""
+    check_model(args.model)
     from corun.verify.run import VerifyOptions, verify
     from corun.verify.summary import print_summary
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
+from corun.engine import violation_note
 from corun.plan import DECODE, PREFILL, Plan, StepShape
 
 MAX_KEPT = 20  # violations kept in full when not strict
@@ -49,9 +50,9 @@ class StepAudit:
         if len(self.violations) < MAX_KEPT:
             self.violations.append(message)
         if self.strict:
-            raise PlanViolationError(
-                f"{message}. The engine stops: outputs from here on could depend on co-runners"
-            )
+            message += ". The engine stops: outputs from here on could depend on co-runners"
+            violation_note.leave(message)
+            raise PlanViolationError(message)
 
     def note_reuse(self, preempted: int, cached_tokens: int) -> None:
         """Count requests preempted by a step, and tokens that new requests found in the cache."""

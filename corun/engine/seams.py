@@ -40,8 +40,11 @@ ENGINE_HOLDERS = (
 )
 # Needed by commands only: checked by them, and by ``corun doctor``.
 COMMAND_HOLDERS = (
+    "corun.engine.bench_serve",
+    "corun.engine.cpu_memory",
     "corun.engine.graph_pool",
     "corun.engine.http",
+    "corun.engine.invariant_ops",
     "corun.engine.offline",
     "corun.engine.random_weights",
     "corun.engine.server",

@@ -2,11 +2,16 @@
 
 import functools
 import os
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
 from corun.config import resolve
+from corun.engine import cpu_memory
 from corun.engine.http import SERVERS, running_servers
 from corun.engine.offline import with_settings
 from corun.engine.plugins import ensure_plugin
@@ -17,6 +22,7 @@ SEAMS = (
     ("vllm.entrypoints.cli.serve", "ServeSubcommand.validate", ("args",)),
     ("vllm.entrypoints.cli.serve", "ServeSubcommand.cmd", ("args",)),
     ("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup"),
+    ("vllm.engine.arg_utils", "AsyncEngineArgs.from_cli_args", ("args",)),
     ("vllm.utils.argparse_utils", "FlexibleArgumentParser.parse_args"),
 )
 SEAMS_BY_VERSION = {
@@ -66,21 +72,32 @@ def _engine_deaths() -> Iterator[list[str]]:
             server.serve_http = original
 
 
-def serve(arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
+def _settle_memory(args: Any, arguments: Sequence[str]) -> None:
+    """A moderate KV cache on a CPU, where the flags leave it open."""
+    if not current_platform.is_cpu():
+        return
+    # As vLLM itself does a little later: the model is the first word, if there is one.
+    given = {**vars(args), "model": args.model_tag or args.model}
+    cpu_memory.settle(args, AsyncEngineArgs.from_cli_args(Namespace(**given)), arguments)
+
+
+def serve(arguments: Sequence[str], settings: Mapping[str, Any], usage: str | None = None) -> None:
     """Run ``vllm serve`` with `arguments` (model first) under CoRun until it is told to stop.
 
-    settings: CoRun settings given on the command line, see ``with_settings``. SystemExit: vLLM's
-    parser printed help, or a message about a flag (status 2). ValueError: a setting that breaks the
-    contract. RuntimeError: the engine died.
+    settings: CoRun settings given on the command line, see ``with_settings``. usage: the line that
+    vLLM's parser shows in place of its own. SystemExit: it printed help, or a message about a flag
+    (status 2). ValueError: a setting that breaks the contract. RuntimeError: the engine died.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
-    parser = FlexibleArgumentParser(prog="corun")
+    parser = FlexibleArgumentParser(prog="corun serve")
     command = ServeSubcommand()
-    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    own = command.subparser_init(parser.add_subparsers(dest="subparser", prog="corun"))
+    if usage is not None:
+        parser.usage = own.usage = usage  # unknown flags are the first one's error
     args = parser.parse_args(["serve", *arguments])
     try:
         from vllm.logger import configure_logging_from_args
@@ -88,6 +105,7 @@ def serve(arguments: Sequence[str], settings: Mapping[str, Any]) -> None:
         pass
     else:
         configure_logging_from_args(args)
+    _settle_memory(args, arguments)
     args.additional_config = with_settings(args.additional_config, settings)
     command.validate(args)
     if resolve(args.additional_config).enabled:

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     console, started = Console(), time.monotonic()
     console.print(
         f"{len(QUESTIONS)} questions, {args.max_tokens} tokens each, temperature 0.6, seed 42, "
-        f"through two engines. This takes a minute or two.",
+        "through two engines. This takes a few minutes on a CPU, less on a GPU.",
         highlight=False,
     )
     try:

@@ -3,6 +3,7 @@ import json
 import pytest
 from plans import certified
 
+from corun.engine import violation_note
 from corun.engine.audit import PlanViolationError, StepAudit
 from corun.plan import DECODE, PREFILL, Grants, Plan, StepShape
 from corun.rows import Rows
@@ -71,3 +72,15 @@ def test_reuse_is_counted():
     audit.note_reuse(1, 48)
     audit.note_reuse(0, 16)
     assert (audit.report()["preempted"], audit.report()["cached_tokens"]) == (3, 64)
+
+
+def test_a_strict_violation_leaves_a_note_for_the_front_end():
+    with violation_note.expected() as read:
+        assert read() is None
+        audit = StepAudit(PLAN, strict=False, step_log=None)
+        audit.record(BAD_STEP)
+        assert read() is None  # only counted
+        audit = StepAudit(PLAN, strict=True, step_log=None)
+        with pytest.raises(PlanViolationError) as stopped:
+            audit.record(BAD_STEP)
+        assert read() == str(stopped.value)

@@ -1,7 +1,6 @@
 """``corun certify``: what it prints, what it writes, and its exit statuses. No engine starts."""
 
 import json
-from pathlib import Path
 
 import pytest
 from certificates import DIFFERS, certificate
@@ -16,7 +15,9 @@ from corun.certify.run import Certified, CertifyOptions
 def surroundings(monkeypatch, tmp_path):
     monkeypatch.setenv(store.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "250")
-    monkeypatch.delenv("CORUN_DEBUG", raising=False)
+    for name in ("CORUN_DEBUG", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # pytest's own logging stays as it is
 
 
 def written(tmp_path, value):
@@ -95,7 +96,8 @@ def test_no_model(capsys):
 @pytest.fixture
 def certified(monkeypatch):
     """Stands in for the measurement: returns what it was asked, and what it will find."""
-    asked, found = [], [Certified(certificate(), Engine(8, 64, False), Path("/kept/x.json"), 36.2)]
+    file = store.save(certificate())
+    asked, found = [], [Certified(certificate(), Engine(8, 64, False), file, 36.2)]
 
     def certify(options, progress):
         asked.append((options, progress))
@@ -112,7 +114,10 @@ def test_measured_and_kept(certified, capsys, tmp_path):
     assert cli.main(["certify", "m", "--json", str(out), "--rows", "8", "--budget", "2.5"]) == 0
     text = capsys.readouterr().out
     assert f"measured and checked in 36.2 s; digest {certificate().digest}" in text
-    assert "kept as /kept/x.json" in text
+    file = store.path_of(certificate().domain)
+    assert f"kept as {file}" in text
+    assert json.loads(file.read_text())["name"] == "m"
+    assert store.load(certificate().domain) == certificate()
     saved = json.loads(out.read_text())
     assert saved["digest"] == certificate().digest
     assert [p["policy"] for p in saved["policies"] if p["allowed"]] == [
@@ -120,7 +125,7 @@ def test_measured_and_kept(certified, capsys, tmp_path):
         "pack",
         "isolate",
     ]
-    assert saved["file"] == "/kept/x.json"
+    assert saved["file"] == str(file)
     (options, progress), *others = certified[0]
     assert not others and progress is True
     assert (options.model, options.rows, options.budget_s, options.keep) == ("m", 8, 2.5, True)

@@ -20,10 +20,14 @@ from corun.certify.run import CertifyOptions, certify
 from corun.config import MEASURE
 from corun.engine.arguments import SUBJECT_KEY
 from corun.verify import engine as engine_module
+from corun.verify import localize as localize_module
 from corun.verify import run as verify_run
+from corun.verify.localize import JOINED, MODULE, NOTHING, Finding, LocalizeReport
+from corun.verify.trace_diff import ModuleDifference, TraceDiff
 from corun.verify.workload import Limits
 
 ROWS, TOKENS = 16, 64
+NAMED = "layers.3.down_proj (Linear) in decode, 7 of 99 values"
 FORBIDS = certificate(largest=TOKENS, requests=ROWS, broken=["mixed"], engine=None)
 REPORT = {
     "plan": {"policy": "certified"},
@@ -90,6 +94,23 @@ def engines(monkeypatch, tmp_path):
     return set_up
 
 
+@pytest.fixture
+def localized(monkeypatch):
+    """Stands in for ``corun localize``: keeps the options, finds a module."""
+    asked = []
+    first = ModuleDifference(
+        "layers.3.down_proj", "Linear", 3, "decode", 9, 0, (1, 99), (5, 99), 7, 99, 0.5
+    )
+
+    def localize(options):
+        asked.append(options)
+        found = Finding(JOINED, MODULE, "request-1", TraceDiff(first, 99, 1, 1), 1, 99)
+        return LocalizeReport("m", "certified", findings=[found])
+
+    monkeypatch.setattr(localize_module, "localize", localize)
+    return asked
+
+
 def checked(**engine):
     return FakeLLM(FakeEngine(rows=ROWS, **engine), REPORT)
 
@@ -124,12 +145,18 @@ def leaky(name, position, rows):
     return -0.125 if name == "paper-3" and position >= 5 and rows > 1 else 0.0
 
 
-def test_the_second_engine_disagrees_and_the_first_difference_is_named(engines):
+def test_the_second_engine_disagrees_and_the_first_difference_is_named(engines, localized):
     made = engines(checked(leak=leaky))
-    found = go()
+    found = go(engine_args={"max_num_seqs": ROWS, "dtype": "float32", "enforce_eager": False})
     check = found.certificate.engine
     assert not check.equal
-    assert check.example.startswith("request paper-3, output 5, logprob: {")
+    module, _, request = check.example.partition("; ")
+    assert module == f"the first module that differs is {NAMED}"
+    (asked,) = localized
+    assert (asked.rows, asked.config.policy) == (ROWS, "certified")
+    assert asked.engine_args["dtype"] == "float32"
+    assert not {"enforce_eager", "max_num_seqs"} & set(asked.engine_args)
+    assert request.startswith("request paper-3, output 5, logprob: {")
     assert " alone, {" in check.example and check.example.endswith("} in company")
     assert check.logprobs > 200
     assert made.open == []
@@ -139,7 +166,23 @@ def test_the_second_engine_disagrees_and_the_first_difference_is_named(engines):
     assert not verdict.allowed and "disagreed with the probes" in verdict.reason
 
 
-def test_a_step_outside_the_plan_is_a_disagreement(engines):
+def test_a_module_that_cannot_be_found_is_said_so(engines, monkeypatch):
+    sources = []
+
+    def localize(options):
+        sources.append(options.config.certificate)
+        error = "CertificateError: of another engine" if len(sources) == 1 else None
+        return LocalizeReport("m", "certified", error=error, findings=[nothing] * (not error))
+
+    nothing = Finding(JOINED, NOTHING, "request-1", TraceDiff(None, 10, 1, 1), 4, 10)
+    monkeypatch.setattr(localize_module, "localize", localize)
+    engines(checked(leak=leaky))
+    # The eager engine does not take a certificate of compiled code: it is tried without.
+    assert go().certificate.engine.example.startswith("no module of an eager engine differs")
+    assert sources[1] == MEASURE and sources[0] != MEASURE
+
+
+def test_a_step_outside_the_plan_is_a_disagreement(engines, localized):
     engines(FakeLLM(FakeEngine(rows=ROWS), {**REPORT, "violations": ["step 4 was wrong"]}))
     check = go(keep=False).certificate.engine
     assert not check.equal and "step 4 was wrong" in check.example

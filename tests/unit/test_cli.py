@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from corun import cli
+from corun.engine import violation_note
 from corun.engine.audit import PlanViolationError
 
 
@@ -17,12 +18,14 @@ def command(monkeypatch):
     """A function that installs a subcommand `probe` whose `run` it is given."""
     monkeypatch.delenv("CORUN_DEBUG", raising=False)
 
-    def install(run, pass_through=False):
+    def install(run, pass_through=False, quiet=False):
         def add_arguments(parser):
             parser.add_argument("--flag")
             parser.add_argument("-i")
 
-        module = SimpleNamespace(add_arguments=add_arguments, run=run, PASS_THROUGH=pass_through)
+        module = SimpleNamespace(
+            add_arguments=add_arguments, run=run, PASS_THROUGH=pass_through, QUIET=quiet
+        )
         monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("probe_module", "a probe"))
         monkeypatch.setitem(sys.modules, "probe_module", module)
 
@@ -78,6 +81,60 @@ def test_unknown_flags_are_errors_unless_the_command_passes_them_on(command, cap
     assert "unrecognized arguments: --flga" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["doctor", "verify", "certify", "localize"])
+def test_after_an_unknown_flag_the_commands_own_usage_is_shown(name, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([name, "model", "--flga"])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: corun {name} ")
+    assert error.endswith(f"corun {name}: error: unrecognized arguments: --flga\n")
+
+
+def leaves_a_note(then):
+    """A command whose engine, in another process, found two steps outside the plan."""
+
+    def run(args):
+        program = "from corun.engine.violation_note import leave; leave('step 3'); leave('step 4')"
+        subprocess.run(
+            [sys.executable, "-c", program],
+            check=True,
+            env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])},
+        )
+        if isinstance(then, Exception):
+            raise then
+        return then
+
+    return run
+
+
+@pytest.mark.parametrize("then", [RuntimeError("the engine is dead"), 0, 2])
+def test_a_violation_in_another_process_is_status_1(command, capsys, then):
+    command(leaves_a_note(then))
+    assert cli.main(["probe"]) == 1
+    assert capsys.readouterr().err == "corun probe: step 3\n"
+    assert violation_note.FILE_VARIABLE not in os.environ
+    command(raising(RuntimeError("the engine is dead")))  # an old note tells nothing
+    assert cli.main(["probe"]) == 2
+
+
+def test_a_command_that_wants_it_is_quiet(command, monkeypatch):
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    seen = []
+
+    def run(args):
+        seen.append("VLLM_LOGGING_CONFIG_PATH" in os.environ)
+        return 0
+
+    command(run)
+    cli.main(["probe"])
+    command(run, quiet=True)
+    cli.main(["probe"])
+    monkeypatch.setenv("CORUN_DEBUG", "1")
+    cli.main(["probe"])
+    assert seen == [False, True, False]
+
+
 def test_passed_on_arguments_keep_their_order(command):
     seen = {}
 
@@ -112,7 +169,7 @@ def without_vllm(*argv, cwd=None):
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "0", "CORUN_DEBUG": "0"},
         check=False,
     )
 

@@ -2,22 +2,28 @@
 
 import io
 import json
+import os
 
 import pytest
+from certificates import DIFFERS, certificate
 from rich.console import Console
 
 from corun import cli
+from corun.certify import store
 from corun.commands import doctor
 from corun.commands.doctor_table import show
+from corun.commands.kept import write_name
 from corun.engine import plugins, seams
 
 pytest.importorskip("vllm")
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
+def plain_environment(monkeypatch, tmp_path):
     for name in ("VLLM_PLUGINS", "CORUN_POLICY", "VLLM_BATCH_INVARIANT", seams.UNTESTED_VARIABLE):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # pytest's own logging stays as it is
+    monkeypatch.setenv(store.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -42,7 +48,8 @@ def test_a_good_machine(found_seams, monkeypatch):
     assert findings["can_run"] is True
     assert findings["vllm"] == {"version": "0.32.0", "tested": True}
     assert (findings["policy"]["asked"], findings["policy"]["runs"]) == ("auto", "isolate")
-    assert findings["policy"]["reason"]
+    assert "no certificate is kept here" in findings["policy"]["reason"]
+    assert findings["certificates"] == []
     text = printed(findings)
     assert "CoRun can run here." in text
     assert "1 of 1 found" in text
@@ -129,3 +136,139 @@ def test_variables_and_exit_status(found_seams, monkeypatch, capsys, tmp_path):
     capsys.readouterr()
     assert cli.main(["doctor", "--json", "-"]) == 2
     assert json.loads(capsys.readouterr().out)["plugin"]["blocked"] is True
+
+
+def domain(**changed):
+    """The subject of a certificate of this machine."""
+    from corun.engine.explain import here
+
+    return {"model": "0123abcd", "dtype": "torch.bfloat16", **here(), **changed}
+
+
+def test_auto_depends_on_the_kept_certificates(found_seams):
+    good, other, differs = (
+        store.save(certificate(domain=domain(**changed), engine=engine))
+        for changed, engine in (
+            ({}, certificate().engine),
+            ({"device": "another"}, certificate().engine),
+            ({"dtype": "torch.float16"}, DIFFERS),
+        )
+    )
+    write_name(good, "org/name")
+    damaged = good.with_name("damaged.json")
+    damaged.write_text("{")
+    findings = doctor.examine(None, {})
+    found = {c["file"]: c for c in findings["certificates"]}
+    assert set(found) == {str(f) for f in (good, other, differs, damaged)}
+    every = ["certified", "pack", "isolate"]
+    assert (found[str(good)]["model"], found[str(good)]["allows"]) == ("org/name", every)
+    assert found[str(good)]["differs"] == []
+    assert found[str(other)]["model"] == "a model of shape 0123abcd"
+    assert found[str(other)]["differs"] == ["device"]
+    assert found[str(differs)]["allows"] == ["pack", "isolate"]
+    assert "cannot be read" in found[str(damaged)]["error"]
+    assert findings["can_run"]
+    assert findings["policy"]["runs"] is None
+    assert "depends on the model's certificate" in findings["policy"]["reason"]
+    text = printed(findings)
+    for words in (
+        "auto -> it depends",
+        "org/name",
+        "allows certified, pack, isolate",
+        "not for this machine: other device",
+        "of no use",
+    ):
+        assert words in text
+    assert doctor.examine("isolate", {})["policy"]["runs"] == "isolate"
+    json.dumps(findings)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 256,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model's directory without weights: nothing loads them."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path / "model")
+
+
+def test_a_model_without_a_certificate(found_seams, model, monkeypatch):
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    before = dict(os.environ)
+    policy = doctor.examine(None, {}, model)["policy"]
+    assert (policy["asked"], policy["runs"], policy["certificate"]) == ("auto", "isolate", None)
+    assert "no certificate" in policy["reason"]
+    findings = doctor.examine("certified", {}, model)
+    assert findings["policy"]["runs"] is None
+    assert not findings["can_run"]
+    assert findings["problems"] == [findings["policy"]["reason"]]
+    assert "needs a certificate" in findings["problems"][0]
+    assert "-> -" in printed(findings)
+    assert doctor.examine("off", {}, model)["policy"]["runs"] == "off"
+    assert dict(os.environ) == before  # nothing is pinned for an engine that does not start
+
+
+@pytest.mark.parametrize(
+    ("made", "runs"), [({}, "certified"), ({"engine": DIFFERS, "broken": ["mixed"]}, "pack")]
+)
+def test_a_model_with_its_certificate(found_seams, model, made, runs):
+    from corun.config import CoRunConfig
+    from corun.engine.explain import explain
+
+    given = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    _, file = explain(model, CoRunConfig("isolate"), given)
+    # What the engine's own start would look for: the certificate's place says its subject.
+    wanted = subject_of(model, given)
+    saved = store.save(certificate(domain=wanted, **made))
+    assert saved == file
+    findings = doctor.examine(None, {}, model, given)
+    policy = findings["policy"]
+    assert (policy["runs"], policy["certificate"]) == (runs, str(file))
+    text = "".join(printed(findings).split())
+    assert saved.name in text
+    assert f"auto->{runs}" in text
+    assert doctor.examine("isolate", {}, model, given)["policy"]["certificate"] == str(file)
+    # Another engine: it has none.
+    other = doctor.examine(None, {}, model, {**given, "dtype": "float32"})["policy"]
+    assert (other["runs"], other["certificate"]) == ("isolate", None)
+
+
+def subject_of(model, given):
+    """The subject that an engine which is being measured would be given."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from corun.config import MEASURE, CoRunConfig
+    from corun.engine.arguments import SUBJECT_KEY, settle
+    from corun.engine.explain import _environment_kept
+
+    args = EngineArgs(model=model, **given)
+    with _environment_kept():
+        settle(args, CoRunConfig("certified", certificate=MEASURE))
+    return args.additional_config[SUBJECT_KEY]
+
+
+def test_the_command_takes_a_model_and_engine_arguments(found_seams, model, capsys, monkeypatch):
+    monkeypatch.setattr(seams, "vllm_version", lambda: "0.32.0")
+    monkeypatch.delenv("CORUN_DEBUG", raising=False)
+    flags = ["--dtype", "float32", "--rows", "4", "--engine-arg", "max_num_batched_tokens=32"]
+    assert cli.main(["doctor", model, *flags, "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["policy"]["model"], told["policy"]["runs"]) == (model, "isolate")
+    assert "CORUN_VIOLATION_FILE" not in told["variables"]
+    assert cli.main(["doctor", model, "--engine-arg", "max_num_batched_tokens=2", "--rows=4"]) == 2
+    assert "below max_num_seqs" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["doctor", "--rows", "4"]) == 2
+    assert "without a MODEL" in capsys.readouterr().err

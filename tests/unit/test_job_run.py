@@ -66,6 +66,13 @@ class FakeEngine:
             yield [(job, SimpleNamespace(prompt_token_ids=[1], outputs=outputs))]
 
 
+def let_m_pass(monkeypatch):
+    """Lets "m" pass for a model."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("corun.commands.generate._settle_memory", lambda engine, flags: None)
+
+
 @pytest.fixture
 def generate(tmp_path, monkeypatch):
     """Runs ``corun generate`` in `tmp_path` on FakeEngine; returns (status, records or None)."""
@@ -74,6 +81,7 @@ def generate(tmp_path, monkeypatch):
         monkeypatch.setattr(FakeEngine, name, getattr(FakeEngine, name))
     monkeypatch.setattr(FakeEngine, "started", 0)
     monkeypatch.setattr(FakeEngine, "submitted", [])
+    let_m_pass(monkeypatch)
     monkeypatch.setattr(offline, "OfflineEngine", FakeEngine)
     monkeypatch.setattr(offline, "sampling_params", check_range)
     monkeypatch.setattr(offline, "engine_arguments", fake_arguments)
@@ -157,6 +165,7 @@ def test_a_finished_partial_needs_no_engine(generate, tmp_path, monkeypatch):
     assert generate(lines=LINES) == (2, None)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
+    let_m_pass(monkeypatch)
     monkeypatch.setattr(offline, "sampling_params", check_range)
     monkeypatch.setattr(offline, "engine_arguments", fake_arguments)
     monkeypatch.setattr(offline, "non_default", lambda args: dict(args.flags))

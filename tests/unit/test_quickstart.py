@@ -153,7 +153,9 @@ def test_exit_status_says_whether_corun_kept_the_contract(
 
     monkeypatch.setattr(command, "measure_apart", apart)
     assert command.main(["some/model"]) == status
-    assert "plain vLLM" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "plain vLLM" in out
+    assert "a few minutes on a CPU, less on a GPU" in " ".join(out.split())
 
 
 def test_an_engine_that_cannot_start_is_status_2_with_its_message(monkeypatch, capsys):

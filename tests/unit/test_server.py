@@ -2,14 +2,32 @@
 
 import asyncio
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from corun.commands.serve import USAGE
 from corun.config import CoRunConfig
 from corun.engine import http, plugins, server
 from corun.engine.offline import with_settings
 
 pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import EngineArgs
+
+# What the memory for the KV cache follows from, by model name.
+MODELS = {
+    name: SimpleNamespace(
+        dtype=torch.float32,
+        max_model_len=length,
+        use_mla=False,
+        get_total_num_kv_heads=lambda: 8,
+        get_total_num_hidden_layers=lambda: 32,
+        get_head_size=lambda: 128,
+    )
+    for name, length in (("m", 1024), ("long", 16384))
+}
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +37,13 @@ def plain_environment(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "")
     monkeypatch.setattr(plugins, "plugin_installed", lambda: True)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("vllm.engine.arg_utils.get_model_path", lambda m, r: asked.append(m) or m)
+    monkeypatch.setattr(EngineArgs, "create_model_config", lambda self: MODELS[self.model])
+    yield
+    assert set(asked) <= set(MODELS)  # offline, vLLM looks for every model that it is given
 
 
 @pytest.fixture
@@ -43,6 +68,26 @@ def test_flags_reach_vllm_and_the_config_goes_in(started):
     assert os.environ["VLLM_PLUGINS"] == "corun"
 
 
+def test_on_a_cpu_the_kv_cache_is_moderate(started, monkeypatch):
+    from corun.engine import cpu_memory
+
+    if not cpu_memory.current_platform.is_cpu():
+        pytest.skip("this vLLM is for a GPU")
+    memory = SimpleNamespace(available=64 << 30)
+    monkeypatch.setattr(cpu_memory.psutil, "virtual_memory", lambda: memory)
+    settings = {"policy": "isolate"}
+    for flags in (["m"], ["long"], ["m", "--kv-cache-memory-bytes=123456789"]):
+        server.serve(flags, settings)
+    server.serve(["m", "--gpu-memory-utilization=0.92"], settings)
+    per_token = 2 * 32 * 8 * 128 * 4
+    assert [args.kv_cache_memory_bytes for args in started] == [
+        2 << 30,
+        per_token * (16384 + cpu_memory.SPARE_TOKENS),
+        123456789,
+        None,
+    ]
+
+
 def test_vllms_app_gets_the_headers_and_the_report(started):
     testclient = pytest.importorskip("starlette.testclient")
     server.serve(["m"], {"policy": "isolate"})
@@ -60,11 +105,13 @@ def test_vllms_app_gets_the_headers_and_the_report(started):
 
 
 @pytest.mark.parametrize("flag", ["--max-num-seqq=3", "--dtype=floatt"])
-def test_a_wrong_flag_is_vllms_error_with_status_2(started, capsys, flag):
+def test_a_wrong_flag_is_vllms_error_with_status_2_after_our_usage(started, capsys, flag):
     with pytest.raises(SystemExit) as stopped:
-        server.serve(["m", flag], {})
+        server.serve(["m", flag], {}, USAGE)
     assert stopped.value.code == 2
-    assert flag.split("=")[0] in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(f"usage: {USAGE}\ncorun serve: error: ")
+    assert flag.split("=")[0] in error
     assert started == []
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks: workloads, runs, metrics and the figures made from recorded files."""

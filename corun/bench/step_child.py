@@ -1,0 +1,78 @@
+"""The process of one mode of ``corun bench steps``: one engine, every shape, one answer file."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corun.bench.mode_process import engine_args_of, policy_of
+from corun.config import CoRunConfig
+from corun.jobs.files import write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Requests that decode together. context: as the user gave it; lengths: of their prompts."""
+
+    context: str
+    lengths: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What one process measures. rows: max_num_seqs. engine_args: more keywords of vLLM's LLM."""
+
+    model: str
+    mode: str
+    rows: int
+    shapes: list[Shape]
+    steps: int
+    random_weights: bool
+    certificate: str | None
+    engine_args: dict[str, Any]
+
+
+def measure(spec: Spec) -> list[dict[str, Any]]:
+    """Measure every shape on one engine; the entries of the file's "steps"."""
+    from corun.bench.step_profile import measure_steps
+    from corun.verify.engine import close_engine, defaults, open_engine
+
+    if spec.engine_args.get("tensor_parallel_size", 1) != 1:
+        raise ValueError("steps are profiled in one process; tensor_parallel_size must be 1")
+    config = CoRunConfig(policy_of(spec.mode))
+    if config.enabled and spec.certificate:
+        config = CoRunConfig(config.policy, certificate=spec.certificate)
+    keywords = {**defaults(config, spec.rows), **spec.engine_args, **engine_args_of(spec.mode)}
+    llm = open_engine(spec.model, config, random_weights=spec.random_weights, **keywords)
+    entries = []
+    try:
+        for i, shape in enumerate(spec.shapes):
+            found = measure_steps(llm, shape.lengths, steps=spec.steps, seed=i)
+            entries.append(
+                {
+                    "mode": spec.mode,
+                    "rows": len(shape.lengths),
+                    "context": shape.context,
+                    "total_us": found.total_us,
+                    "wall_us": found.wall_us,
+                    "by_type": found.by_type,
+                    "unclassified": [
+                        {"name": name, "us": us} for name, us in found.unclassified.items()
+                    ],
+                }
+            )
+    finally:
+        close_engine(llm)
+    return entries
+
+
+def main(spec_file: str, answer_file: str) -> None:
+    """Read a Spec as JSON, measure, write the entries as JSON."""
+    given = json.loads(Path(spec_file).read_text())
+    shapes = [Shape(**shape) for shape in given.pop("shapes")]
+    write_json(answer_file, measure(Spec(shapes=shapes, **given)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

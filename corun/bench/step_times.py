@@ -1,0 +1,158 @@
+"""The paper's Fig. 1b and Fig. 4: the time of a decode step by operator type, mode by mode.
+
+Each mode runs in a process of its own, with its engine inside that process so that the profiler
+sees it (``corun.bench.step_profile``).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from corun.bench import machine
+from corun.bench.mode_process import MODES, environment, parse_mode
+from corun.bench.step_child import Shape, Spec
+from corun.jobs.files import write_json
+
+FORMAT = "corun-bench-steps/1"
+CHILD = "corun.bench.step_child"
+
+
+def parse_context(text: str, rows: int) -> list[int]:
+    """Tokens of context of each of `rows` requests, from "1024", or "128-8192": spread evenly.
+
+    The spread is even in the logarithm, as request lengths are. ValueError for anything else.
+    """
+    low, dash, high = text.partition("-")
+    try:
+        least, most = int(low), int(high if dash else low)
+    except ValueError:
+        least, most = 0, 0
+    if not 1 <= least <= most:
+        raise ValueError(f"context {text!r} is neither a number of tokens nor LEAST-MOST")
+    ratio = most / least
+    return [round(least * ratio ** (i / max(rows - 1, 1))) for i in range(rows)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``corun bench steps``."""
+    from corun.commands.verify import add_engine_arguments
+
+    parser.add_argument("model", metavar="MODEL", help="a model's name or directory")
+    parser.add_argument("--out", required=True, metavar="FILE", help="the JSON file to write")
+    parser.add_argument(
+        "--modes", default="std,bi,isolate", help=f"of {', '.join(MODES)}; default std,bi,isolate"
+    )
+    parser.add_argument("--requests", default="32", help="requests that decode, as 1,32,256")
+    parser.add_argument(
+        "--context",
+        default="1024",
+        help="tokens that each request holds, as 1024 or, spread over the requests, 128-8192; "
+        "several with commas",
+    )
+    parser.add_argument("--steps", type=int, default=16, help="steps to time, and to profile")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds that a mode may take (default 600)"
+    )
+    parser.add_argument("--certificate", metavar="FILE", help="for certified and pack")
+    add_engine_arguments(parser, rows_help="max_num_seqs; default: the most requests")
+
+
+def shapes_of(requests: str, context: str) -> list[Shape]:
+    """Every combination of ``--requests`` and ``--context``. ValueError says what is wrong."""
+    parts = requests.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"--requests is counts such as 1,32, not {requests!r}")
+    return [Shape(c, parse_context(c, int(n))) for n in parts for c in context.split(",")]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every mode and write one file; 0, or 2 where a mode failed."""
+    from corun.commands.model_names import check_model
+    from corun.commands.verify import engine_args
+
+    check_model(args.model)
+    modes = [parse_mode(mode) for mode in args.modes.split(",")]
+    shapes = shapes_of(args.requests, args.context)
+    if args.steps < 1:
+        raise ValueError("--steps must be 1 or more")
+    rows = args.rows or max(len(shape.lengths) for shape in shapes)
+    steps: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for mode in modes:
+        spec = Spec(
+            model=args.model,
+            mode=mode,
+            rows=rows,
+            shapes=shapes,
+            steps=args.steps,
+            random_weights=args.random_weights,
+            certificate=args.certificate,
+            engine_args=engine_args(args),
+        )
+        try:
+            steps += measure_apart(spec, args.timeout)
+        except RuntimeError as e:
+            failed[mode] = str(e)
+            print(f"{mode}: {e}", file=sys.stderr)
+    if not steps:
+        raise RuntimeError("no mode could be measured; nothing was written")
+    write_json(args.out, _file(args, rows, steps, failed))
+    print(summary(steps), f"written to {args.out}", sep="\n")
+    return 2 if failed else 0
+
+
+def measure_apart(spec: Spec, timeout_s: float) -> list[dict[str, Any]]:
+    """What a process of its own measured of `spec`. RuntimeError where it failed."""
+    env = environment(spec.mode) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with tempfile.TemporaryDirectory() as directory:
+        asked, answer = Path(directory, "spec.json"), Path(directory, "steps.json")
+        write_json(asked, asdict(spec))
+        command = [sys.executable, "-m", CHILD, str(asked), str(answer)]
+        try:
+            subprocess.run(command, env=env, timeout=timeout_s, check=True)
+        except subprocess.CalledProcessError as e:
+            raise RuntimeError(f"its process ended with status {e.returncode}, see above") from e
+        except subprocess.TimeoutExpired as e:
+            raise RuntimeError(f"it did not end within {timeout_s:.0f} s") from e
+        return list(json.loads(answer.read_text()))
+
+
+def _file(
+    args: argparse.Namespace, rows: int, steps: list[dict[str, Any]], failed: dict[str, str]
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "command": machine.command(),
+        "date": machine.today(),
+        "model": args.model,
+        "settings": {
+            "max_num_seqs": rows,
+            "steps": args.steps,
+            "weights": "random N(0, 0.02)" if args.random_weights else "as given",
+            "temperature": 0.6,
+            "engine_args": args.engine_arg,
+        },
+        "steps": steps,
+        "failed": failed,
+    }
+
+
+def summary(steps: list[dict[str, Any]]) -> str:
+    """One line for each measured step: its time, and its operators' in order of size."""
+    lines = []
+    for step in steps:
+        parts = sorted(step["by_type"].items(), key=lambda item: -item[1])
+        shown = ", ".join(f"{name} {us:,.0f}" for name, us in parts if us)
+        lines.append(
+            f"{step['mode']}: {step['rows']} requests, context {step['context']}: "
+            f"{step['total_us']:,.0f} us ({shown}; unknown {len(step['unclassified'])} names)"
+        )
+    return "\n".join(lines)

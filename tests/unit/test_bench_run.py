@@ -1,0 +1,159 @@
+"""`corun bench run` around its processes: order, resuming, and what it refuses to mix."""
+
+import argparse
+import json
+from pathlib import Path
+
+import bench_files
+import pytest
+
+pytest.importorskip("vllm")
+from corun.bench import run as bench_run
+from corun.bench.run import Process, processes, run_file
+
+
+def parse(model, out, *flags):
+    parser = argparse.ArgumentParser()
+    bench_run.add_arguments(parser)
+    small = [
+        "--count",
+        "2",
+        "--max-model-len",
+        "64",
+        "--workloads",
+        "8/4",
+        "--modes",
+        "std,isolate",
+    ]
+    return parser.parse_args([str(model), "--out", str(out), *small, *flags])
+
+
+@pytest.fixture
+def model(tmp_path):
+    config = {"model_type": "llama", "vocab_size": 500, "architectures": ["LlamaForCausalLM"]}
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Stands in for the engines' processes: writes a run file for each item; keeps the specs."""
+    specs = []
+
+    def execute(spec, timeout_s, outcome):
+        specs.append(spec)
+        for item in spec.items:
+            digest = json.loads(Path(item.requests).read_text())["digest"]
+            mapping = bench_files.run(spec.mode, requests_digest=digest, repeat=item.repeat)
+            Path(item.out).write_text(json.dumps(mapping))
+            outcome.made += 1
+
+    monkeypatch.setattr(bench_run, "_execute", execute)
+    return specs
+
+
+def test_each_repeat_begins_with_another_mode():
+    found = processes(["a", "b", "c"], 2, one_engine=False)
+    assert [p.mode for p in found] == ["a", "b", "c", "b", "c", "a"]
+    assert [p.repeats for p in found] == [(0,)] * 3 + [(1,)] * 3
+    assert processes(["a", "b"], 3, one_engine=True) == [
+        Process("a", (0, 1, 2)),
+        Process("b", (0, 1, 2)),
+    ]
+
+
+def test_files_are_named_by_what_they_hold():
+    names = {
+        run_file("isolate@v1", workload, arrivals, repeat)
+        for workload in ("1024/128", "burstgpt")
+        for arrivals in ("all", "closed:32")
+        for repeat in (0, 1)
+    }
+    assert len(names) == 8
+    assert "run-1024_128-closed_32-isolate@v1-1.json" in names
+
+
+def test_all_runs_are_made_once(model, tmp_path, made, capsys):
+    out = tmp_path / "out"
+    assert bench_run.run(parse(model, out)) == 0
+    assert len(list(out.glob("run-*.json"))) == 4
+    assert [spec.mode for spec in made] == ["std", "isolate", "isolate", "std"]
+    assert made[0].engine_args["enable_prefix_caching"] is False
+    assert [item.order_seed for spec in made for item in spec.items] == [0, 0, 1, 1]
+    assert "4 runs made, 0 kept" in capsys.readouterr().out
+    made.clear()
+    assert bench_run.run(parse(model, out)) == 0
+    assert not made
+    assert "0 runs made, 4 kept" in capsys.readouterr().out
+
+
+def test_a_benchmark_that_was_stopped_goes_on(model, tmp_path, made):
+    out = tmp_path / "out"
+    bench_run.run(parse(model, out))
+    missing = out / run_file("isolate", "8/4", "all", 1)
+    missing.unlink()
+    made.clear()
+    bench_run.run(parse(model, out))
+    assert [(spec.mode, len(spec.items)) for spec in made] == [("isolate", 1)]
+    assert missing.exists()
+
+
+def test_another_benchmarks_directory_is_refused(model, tmp_path, made):
+    out = tmp_path / "out"
+    bench_run.run(parse(model, out))
+    for flags, word in (
+        (["--temperature", "0"], "temperature"),
+        (["--count", "3"], "8/4"),
+        (["--seed", "1"], "seed"),
+        (["--engine-arg", "block_size=32"], "engine_args"),
+    ):
+        with pytest.raises(ValueError, match=f"another benchmark.*{word}"):
+            bench_run.run(parse(model, out, *flags))
+    bench_run.run(parse(model, out, "--workloads", "16/4"))  # more of the same is fine
+    assert len(list(out.glob("run-*.json"))) == 8
+    bench_run.run(parse(model, out, "--temperature", "0", "--fresh"))
+    assert len(list(out.glob("run-*.json"))) == 4
+
+
+def test_a_damaged_run_file_is_not_taken_for_a_result(model, tmp_path, made):
+    out = tmp_path / "out"
+    bench_run.run(parse(model, out))
+    file = out / run_file("std", "8/4", "all", 0)
+    file.write_text(file.read_text()[:100])
+    with pytest.raises(ValueError, match=file.name):
+        bench_run.run(parse(model, out))
+
+
+def test_runs_of_unknown_origin_are_left_alone(model, tmp_path, made):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "run-x.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"without a plan\.json"):
+        bench_run.run(parse(model, out))
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--modes", "fast"], "there is no mode"),
+        (["--workloads", "bust"], "workload"),
+        (["--arrivals", "closed"], "closed"),
+        (["--repeats", "0"], "repeats"),
+        (["--workloads", "60/60"], "max_model_len"),
+    ],
+)
+def test_bad_input_is_one_error_before_any_engine(model, tmp_path, made, flags, word):
+    with pytest.raises(ValueError, match=word):
+        bench_run.run(parse(model, tmp_path / "out", *flags))
+    assert not made
+
+
+def test_a_mode_that_fails_ends_the_command_with_2(model, tmp_path, monkeypatch, capsys):
+    def execute(spec, timeout_s, outcome):
+        outcome.failed[spec.mode] = "its process ended with status 1, see above"
+
+    monkeypatch.setattr(bench_run, "_execute", execute)
+    assert bench_run.run(parse(model, tmp_path / "out")) == 2
+    assert "std failed" in capsys.readouterr().err
