@@ -156,7 +156,7 @@ def main() -> None:
     extras = project["optional-dependencies"]
     cpu_lock, dev_lock = ROOT / "requirements/cpu.lock", ROOT / "requirements/dev.lock"
 
-    cpu = pins([*project["dependencies"], *extras["cpu"], *MODEL_TOOLS])
+    cpu = pins([*project["dependencies"], *extras["cpu"], *extras["bench"], *MODEL_TOOLS])
     alone = {text.partition("==")[0]: text for text in ALONE}
     write(cpu_lock, "vLLM for the CPU and what CoRun needs beside it.", cpu | alone)
 

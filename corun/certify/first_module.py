@@ -33,16 +33,18 @@ def first_module(
 ) -> str:
     """The first module whose bits depend on the batch under `certificate`'s plan, in words.
 
-    Starts an eager engine of its own, as ``corun localize`` does. Where the certificate is for
-    compiled code, that engine only has the same kernel constraints.
+    Starts an eager engine of its own, as ``corun localize`` does. It does not take a certificate of
+    compiled code: then it is held to the same kernel constraints only.
     """
     from corun.verify.localize import LocalizeOptions, localize
 
     args = {n: v for n, v in engine_args.items() if n not in ("enforce_eager", "max_num_seqs")}
     rows = min(int(engine_args.get("max_num_seqs", MOST_ROWS)), MOST_ROWS)
     error = None
+    # Without the plan, steps may have rows of other classes: that would accuse what the plan avoids.
+    compiled = certificate.domain.get("compiled_for") is not None
     with as_checked(certificate) as path:
-        for source in (path, MEASURE):
+        for source in (path, MEASURE) if compiled else (path,):
             report = localize(
                 LocalizeOptions(
                     model,

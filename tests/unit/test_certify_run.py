@@ -4,6 +4,7 @@ The certificate forbids something, so a second engine is started under the plan 
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,7 +167,8 @@ def test_the_second_engine_disagrees_and_the_first_difference_is_named(engines, 
     assert not verdict.allowed and "disagreed with the probes" in verdict.reason
 
 
-def test_a_module_that_cannot_be_found_is_said_so(engines, monkeypatch):
+@pytest.mark.parametrize("compiled_for", [8192, None])
+def test_a_module_that_cannot_be_found_is_said_so(engines, monkeypatch, compiled_for):
     sources = []
 
     def localize(options):
@@ -176,10 +178,17 @@ def test_a_module_that_cannot_be_found_is_said_so(engines, monkeypatch):
 
     nothing = Finding(JOINED, NOTHING, "request-1", TraceDiff(None, 10, 1, 1), 4, 10)
     monkeypatch.setattr(localize_module, "localize", localize)
-    engines(checked(leak=leaky))
-    # The eager engine does not take a certificate of compiled code: it is tried without.
-    assert go().certificate.engine.example.startswith("no module of an eager engine differs")
-    assert sources[1] == MEASURE and sources[0] != MEASURE
+    made = engines(checked(leak=leaky))
+    found = replace(FORBIDS, domain={**DOMAIN, "compiled_for": compiled_for})
+    made.measured = MeasuredLLM(found)
+    example = go(keep=False).certificate.engine.example
+    assert sources[0] != MEASURE
+    if compiled_for:  # an eager engine does not take a certificate of compiled code
+        assert example.startswith("no module of an eager engine differs")
+        assert sources[1:] == [MEASURE]
+    else:
+        assert example.startswith("the first module that differs could not be found: Certif")
+        assert len(sources) == 1
 
 
 def test_a_step_outside_the_plan_is_a_disagreement(engines, localized):
