@@ -4,10 +4,15 @@ Pure Python: the front end, the HTTP commands and the workers all use it, on any
 """
 
 import hashlib
+import operator
 import secrets
+from typing import SupportsIndex
 
 DRAWN_SEED_BITS = 53
 _WORD, _HALF = 1 << 64, 1 << 63
+# Stands for the folded seed -1, which vLLM reads as no seed wherever it makes or decodes sampling
+# parameters. Any fixed number would do; this one has 53 bits, as those that are drawn.
+_MINUS_ONE = 6159043798729602
 
 
 def draw_seed() -> int:
@@ -18,14 +23,21 @@ def draw_seed() -> int:
     return secrets.randbits(DRAWN_SEED_BITS)
 
 
-def fold_seed(seed: int) -> int:
-    """The signed 64-bit integer that stands for `seed` (two's complement), in [-2**63, 2**63).
+def fold_seed(seed: SupportsIndex) -> int:
+    """The signed 64-bit integer that stands for `seed`, in [-2**63, 2**63) and never -1.
 
-    -1 and 2**64 - 1 are one seed. ValueError for what does not fit 64 bits.
+    Two's complement, but for 2**64 - 1 and -1, which are one fixed seed instead: vLLM would lose a
+    -1 on its way to another process. (A user's -1 is no seed at all to vLLM, and does not get
+    here.) ValueError for what is no integer, or does not fit 64 bits.
     """
-    if not -_HALF <= seed < _WORD:
-        raise ValueError(f"seed {seed} does not fit 64 bits; use one from -2**63 to 2**64 - 1")
-    return (seed + _HALF) % _WORD - _HALF
+    try:
+        value = operator.index(seed)
+    except TypeError:
+        raise ValueError(f"a seed is an integer, not {seed!r}") from None
+    if not -_HALF <= value < _WORD:
+        raise ValueError(f"seed {value} does not fit 64 bits; use one from -2**63 to 2**64 - 1")
+    folded = (value + _HALF) % _WORD - _HALF
+    return _MINUS_ONE if folded == -1 else folded
 
 
 def child_seed(seed: int, index: int) -> int:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from corun.rows import Rows
@@ -13,6 +14,40 @@ VERSION = 1
 
 class CertificateError(ValueError):
     """A certificate that cannot be used: damaged, of another version, or of another domain."""
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """`value`, of exactly this type (``True`` is no number). ValueError."""
+    if type(value) is not kind:
+        raise ValueError(f"{value!r} is not of type {kind.__name__}")
+    return value
+
+
+def _count(value: Any) -> int:
+    """A number of things. ValueError."""
+    if _typed(value, int) < 0:
+        raise ValueError(f"{value} is not a number of things")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    """A finite time. ValueError."""
+    seconds = float(value) if type(value) in (int, float) else math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{value!r} is not a number of seconds")
+    return seconds
+
+
+def _rows(given: Any) -> Rows:
+    for pair in given:
+        for n in pair:
+            _typed(n, int)
+    return Rows.from_lists(given)
+
+
+def _example(given: Mapping[str, Any]) -> str | None:
+    example = given.get("example")
+    return None if example is None else _typed(example, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +84,14 @@ class RowClaim:
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any]) -> "RowClaim":
-        """The inverse of ``to_mapping``."""
+        """The inverse of ``to_mapping``. KeyError, TypeError or ValueError where it is damaged."""
         return cls(
-            given["name"],
-            given["sampled"],
-            tuple(Rows.from_lists(c) for c in given["classes"]),
-            Rows.from_lists(given["variant"]),
-            given["values"],
-            given["seconds"],
+            _typed(given["name"], str),
+            _typed(given["sampled"], bool),
+            tuple(_rows(c) for c in given["classes"]),
+            _rows(given["variant"]),
+            _count(given["values"]),
+            _seconds(given["seconds"]),
         )
 
 
@@ -80,6 +115,18 @@ class StepClaim:
         """JSON form."""
         return asdict(self)
 
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> "StepClaim":
+        """The inverse of ``to_mapping``. KeyError, TypeError or ValueError where it is damaged."""
+        return cls(
+            _typed(given["operation"], str),
+            _typed(given["name"], str),
+            _typed(given["holds"], bool),
+            _count(given["trials"]),
+            _count(given["values"]),
+            _example(given),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCheck:
@@ -97,6 +144,16 @@ class EngineCheck:
         """JSON form."""
         return asdict(self)
 
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> "EngineCheck":
+        """The inverse of ``to_mapping``. KeyError, TypeError or ValueError where it is damaged."""
+        return cls(
+            _typed(given["equal"], bool),
+            _count(given["tokens"]),
+            _count(given["logprobs"]),
+            _example(given),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
@@ -105,6 +162,7 @@ class Certificate:
     domain: what the claims hold for (model shape, dtype, device, software, settings), JSON values.
     rows, steps: the claims. engine: the end-to-end check, None before it ran.
     largest: the largest row count a step was tried with. seconds: time that all of it took.
+    worker: what the worker that measured said of itself (``corun.engine.arithmetic``).
     """
 
     domain: Mapping[str, Any]
@@ -113,6 +171,7 @@ class Certificate:
     largest: int
     seconds: float
     engine: EngineCheck | None = None
+    worker: Mapping[str, Any] = field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
         """Whether a property holds for every operation that it was tried with (at least one)."""
@@ -144,7 +203,7 @@ class Certificate:
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON form."""
-        return {
+        mapping = {
             "version": VERSION,
             "domain": dict(self.domain),
             "rows": [claim.to_mapping() for claim in self.rows],
@@ -153,6 +212,9 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "engine": self.engine.to_mapping() if self.engine else None,
         }
+        if self.worker:  # certificates of CoRun's first days have none, and keep their digests
+            mapping["worker"] = dict(self.worker)
+        return mapping
 
     @classmethod
     def from_mapping(cls, given: Any) -> "Certificate":
@@ -173,22 +235,24 @@ class Certificate:
             made = cls(
                 dict(given["domain"]),
                 tuple(RowClaim.from_mapping(claim) for claim in given["rows"]),
-                tuple(StepClaim(**claim) for claim in given["steps"]),
-                int(given["largest"]),
-                float(given["seconds"]),
-                EngineCheck(**given["engine"]) if given["engine"] else None,
+                tuple(StepClaim.from_mapping(claim) for claim in given["steps"]),
+                _count(given["largest"]),
+                _seconds(given["seconds"]),
+                None if given["engine"] is None else EngineCheck.from_mapping(given["engine"]),
+                dict(given.get("worker", {})),
             )
-            if given.get("digest", made.digest) != made.digest or not made._well_typed():
+            if given.get("digest", made.digest) != made.digest:
                 raise ValueError("its contents were changed")
+            made._check_largest()
         except (KeyError, TypeError, ValueError) as e:
             raise CertificateError(
                 f"this certificate is damaged ({e!r}); make a new one with 'corun certify'"
             ) from e
         return made
 
-    def _well_typed(self) -> bool:
-        """Whether what decides is a truth value, and no row count lies past the largest."""
-        verdicts = [claim.holds for claim in self.steps]
-        verdicts += [self.engine.equal] if self.engine else []
-        counts = [r.largest for claim in self.rows if not claim.sampled for r in claim.classes]
-        return all(isinstance(v, bool) for v in verdicts) and max(counts, default=0) <= self.largest
+    def _check_largest(self) -> None:
+        """ValueError unless `largest` is what every operation of a step was tried with first."""
+        for claim in self.rows:
+            tried = (*claim.classes, claim.variant)
+            if not claim.sampled and max(rows.largest for rows in tried) != self.largest:
+                raise ValueError(f"{claim.name} was not tried with {self.largest} rows")

@@ -27,6 +27,7 @@ from corun.engine.refusals import (
     UNTESTED,
     refuse,
 )
+from corun.engine.scheduler_limits import never_starts
 from corun.engine.subject import subject
 from corun.engine.wrap_once import wrap_once
 from corun.plan import Plan
@@ -63,6 +64,10 @@ class Settled:
 
 def _rows_and_tokens(args: EngineArgs) -> tuple[int, int]:
     on_cpu = current_platform.is_cpu()
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
     rows = args.max_num_seqs or (CPU_ROWS if on_cpu else GPU_ROWS)
     given = args.max_num_batched_tokens
     if given and given == getattr(args, _BATCHED, None):  # settled before, by CoRun itself
@@ -196,6 +201,8 @@ def check_config(vllm_config: Any, settled: Settled) -> None:
         )
     if plan.constrained:
         scheduler.max_num_scheduled_tokens = plan.max_prefill_tokens
+    if why := next(never_starts(vllm_config), None):
+        raise ValueError(f"CoRun's {plan.policy} policy cannot run with {why}")
     if not plan.grants.free and not scheduler.async_scheduling:
         scheduler.scheduler_cls = SCHEDULER
     if vllm_config.cache_config.enable_prefix_caching and not plan.grants.prefix_cache:

@@ -5,16 +5,20 @@ Read in the worker, where the weights and the device are.
 
 import hashlib
 import json
-import os
 import platform
 from typing import Any
 
 import torch
 
+from corun.engine import arithmetic, settings
 from corun.engine.seams import vllm_version
+from corun.engine.variables import reaching_arithmetic
 
 SEAMS = (
     ("vllm.config", "VllmConfig"),
+    ("vllm.config", "CompilationMode.NONE"),
+    ("vllm.config", "ParallelConfig.disable_custom_all_reduce"),
+    ("vllm.config", "SchedulerConfig.long_prefill_token_threshold"),
     ("vllm.platforms", "current_platform.get_device_name"),
     ("vllm.model_executor.model_loader.base_loader", "process_weights_after_loading"),
 )
@@ -114,6 +118,8 @@ def software() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "triton": triton_version,
+        "transformers": settings.installed("transformers"),  # some models are its own
+        "flashinfer": settings.installed("flashinfer-python"),
     }
 
 
@@ -137,35 +143,33 @@ def device_name() -> str:
     return str(current_platform.get_device_name())
 
 
-def library_settings() -> dict[str, str]:
-    """Variables of the environment that change which kernels oneDNN picks."""
-    prefixes = ("ONEDNN_", "DNNL_")
-    return {k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)}
-
-
-def _device() -> dict[str, Any]:
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        # The CPU's GEMMs divide work by thread: another count may be another summation order.
-        return {"name": device_name(), "threads": torch.get_num_threads()}
-    return {"name": device_name()}
-
-
-def _shapes(plan: dict[str, Any], vllm_config: Any) -> dict[str, Any]:
+def _shapes(plan: dict[str, Any], vllm_config: Any, eager: bool) -> dict[str, Any]:
     """What of the plan reaches the bits.
 
     Under ``certified`` numbers of rows do not, within the class; what the compiler was given does.
+    Nor does it matter where a prompt is cut, if the certificate says so.
     """
+    threshold = vllm_config.scheduler_config.long_prefill_token_threshold
     if plan["policy"] != "certified":
         names = ("policy", "decode_rows", "max_prefill_tokens", "decode_graph", "prefill_rows")
-        return {name: plan[name] for name in names}
-    compiled = not vllm_config.model_config.enforce_eager
+        return {**{name: plan[name] for name in names}, "long_prefill": threshold}
     most = vllm_config.scheduler_config.max_num_batched_tokens
+    chunks = [plan["max_prefill_tokens"], threshold]
     return {
         "policy": plan["policy"],
         "row_classes": plan["class_of"],
-        "compiled_for": most if compiled else None,
+        "compiled_for": None if eager else most,
+        "chunks": None if plan["grants"]["free_chunks"] else chunks,
+    }
+
+
+def _parallel(parallel: Any) -> dict[str, Any]:
+    if parallel.tensor_parallel_size == 1:
+        return {"size": 1}
+    return {
+        "size": parallel.tensor_parallel_size,
+        "custom_all_reduce": not parallel.disable_custom_all_reduce,
+        "nccl": list(torch.cuda.nccl.version()) if torch.cuda.is_available() else None,
     }
 
 
@@ -183,27 +187,36 @@ def describe(
     plan: the plan's mapping. runner: V1, V2 or CPU. attention: names of the backends in use.
     as_loaded: see ``weights_digest``.
     """
+    from vllm.config import CompilationMode
+
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     compilation, cache = vllm_config.compilation_config, vllm_config.cache_config
+    eager = model_config.enforce_eager or compilation.mode == CompilationMode.NONE
     return {
-        **_shapes(plan, vllm_config),
+        **_shapes(plan, vllm_config, eager),
         "model": model_shape(model_config.hf_config),
+        "implementation": {
+            **settings.implementation(model_config),
+            "class": settings.module_classes(model)[0],
+            "modules": _hash(settings.module_classes(model)),
+        },
         "weights": weights_digest(model, as_loaded),
         "dtype": str(model_config.dtype),
         "max_model_len": model_config.max_model_len,
         "logprobs_mode": str(model_config.logprobs_mode),
         "max_logprobs": model_config.max_logprobs,
+        "masks": settings.masks(vllm_config),
+        "endings": settings.endings(model_config),
         "kv_cache": {"dtype": str(cache.cache_dtype), "block_size": cache.block_size},
         "attention": attention,
+        # Backends by their effect: asked for or found, they are the same.
+        "attention_settings": settings.fields_of(vllm_config.attention_config, ("backend",)),
+        "kernels": settings.kernels(vllm_config.kernel_config),
         "runner": runner,
-        "compilation": {
-            "mode": str(compilation.mode),
-            "backend": str(compilation.backend),
-            "custom_ops": sorted(compilation.custom_ops),
-            "inductor": _hash(compilation.inductor_compile_config),
-        },
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "device": _device(),
+        "compilation": settings.compiler(compilation, eager=eager),
+        "tensor_parallel": _parallel(parallel),
+        "device": device_name(),
+        "arithmetic": arithmetic.this_process(),
         "software": software(),
-        "libraries": library_settings(),
+        "variables": reaching_arithmetic(parallel=parallel.tensor_parallel_size > 1),
     }

@@ -49,6 +49,12 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("calculate_kv_scales", "scales computed from a batch depend on its requests"),
     Refusal("use_fp64_gumbel", "CoRun draws its own random numbers"),
     Refusal("max_num_partial_prefills", "CoRun prefills one request at a time", (None, 1)),
+    Refusal(
+        "max_num_scheduled_tokens",
+        "CoRun's plan sets how many tokens a step may hold; max_num_batched_tokens asks for another "
+        "number",
+        (None,),
+    ),
     Refusal("long_prefill_token_threshold_adaptive", "chunks would depend on co-runners"),
     Refusal("return_sampling_mask", UNTESTED),
     Refusal("enable_trace_replay", UNTESTED),

@@ -1,9 +1,27 @@
-"""What in a VllmConfig a held scheduler cannot keep its policy with."""
+"""What in a VllmConfig a scheduler cannot keep its policy with, or serve every request with."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from corun.plan import Grants
+
+
+def never_starts(config: Any) -> Iterator[str]:
+    """What in a finished VllmConfig would keep some request, and all behind it, waiting for ever.
+
+    Whoever schedules: vLLM checks ``max_model_len`` against ``max_num_batched_tokens``, but a plan
+    may allow a step fewer tokens. Its other limits only delay: ``long_prefill_token_threshold``
+    shortens a chunk, never to nothing; ``watermark`` holds a request back only while others run;
+    and a KV cache that cannot hold ``max_model_len`` tokens is an error of vLLM's at start-up.
+    """
+    scheduler, longest = config.scheduler_config, config.model_config.max_model_len
+    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+    if not scheduler.enable_chunked_prefill and budget < longest:
+        yield (
+            f"chunked prefill off (enable_chunked_prefill=False): a step holds at most {budget} "
+            f"tokens, so a longer prompt (max_model_len is {longest}) would never start. Leave "
+            f"chunked prefill on, or set max_model_len to {budget}"
+        )
 
 
 def breaks_policy(config: Any, grants: Grants) -> Iterator[str]:
@@ -22,10 +40,8 @@ def breaks_policy(config: Any, grants: Grants) -> Iterator[str]:
         yield "an encoder cache connector"
     if config.lora_config is not None:
         yield "LoRA (vLLM limits the adapters in a step by looking at all running requests)"
+    yield from never_starts(config)
     scheduler = config.scheduler_config
-    budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-    if not scheduler.enable_chunked_prefill and budget < config.model_config.max_model_len:
-        yield f"chunked prefill off and a budget of {budget} tokens, less than max_model_len"
     # vLLM 0.32 heeds it only where several requests are in sight; alone, a prompt is the same
     # under it, whatever else runs.
     if scheduler.long_prefill_token_threshold and (grants.batched_prefill or grants.mixed):

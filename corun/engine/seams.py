@@ -20,6 +20,7 @@ UNTESTED_VARIABLE = "CORUN_UNTESTED_VLLM"
 ENGINE_HOLDERS = (
     "corun.engine.admission",
     "corun.engine.arguments",
+    "corun.engine.arithmetic",
     "corun.engine.attention",
     "corun.engine.cache_hits",
     "corun.engine.collectives",

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from corun.config import CoRunConfig
-from corun.engine import attention, collectives, domain, gemm, lm_head, padding
+from corun.engine import arithmetic, attention, collectives, domain, gemm, lm_head, padding
 from corun.engine.arguments import PLAN_KEY
 from corun.engine.audit import StepAudit
 from corun.engine.probes import spot_check
@@ -60,6 +60,7 @@ class CoRunWorkerMixin:
         if self._corun_plan.constrained and not current_platform.is_cpu():
             gemm.install(os.environ)
         super().init_device()  # type: ignore[misc]
+        arithmetic.check(self.device, self.vllm_config.model_config.dtype)  # type: ignore[attr-defined]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's; on a CPU it also notes the weights before they are repacked."""

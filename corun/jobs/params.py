@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1  # what vLLM's HTTP server takes
 
 
 def _number(value: Any) -> Any:
@@ -25,7 +25,7 @@ def _integer(value: Any) -> Any:
 
 def _seed(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int) or not MIN_SEED <= value <= MAX_SEED:
-        raise ValueError("an integer of 64 bits")
+        raise ValueError("an integer from -2**63 to 2**63 - 1")
     return value
 
 

@@ -14,6 +14,7 @@ from corun.certify import planner, store
 from corun.certify.certificate import Certificate
 from corun.cli import main
 from corun.config import MEASURE, CoRunConfig
+from corun.contract import fingerprint
 from corun.verify.engine import close_engine, open_engine
 
 BF16 = {**SMALL, "dtype": "bfloat16", "block_size": 32}
@@ -74,29 +75,49 @@ def answers(llm, prompts):
     return found
 
 
-def test_auto_caches_mixes_and_preempts_and_keeps_every_bit(certified, model_path):
-    """Room for fewer tokens than eight requests need: some lose their KV cache half-way."""
-    llm = open_engine(
-        model_path,
-        CoRunConfig("auto"),
-        **{**BF16, "max_model_len": 512},
-        num_gpu_blocks_override=22,
-    )
+SHORT = {**BF16, "max_model_len": 512}
+SHARED = "The quick brown fox jumps over the lazy dog. " * 14
+PROMPTS = [SHARED + f"Question {i}: " + "why? " * (7 * i % 20) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def played(certified, model_path):
+    """Answers alone, in a crowd and in another order, of an engine with room for few tokens."""
+    llm = open_engine(model_path, CoRunConfig("auto"), **SHORT, num_gpu_blocks_override=22)
     try:
-        shared = "The quick brown fox jumps over the lazy dog. " * 14
-        prompts = [shared + f"Question {i}: " + "why? " * (7 * i % 20) for i in range(8)]
-        alone = [answers(llm, [prompt])[0] for prompt in prompts]
-        crowd = answers(llm, prompts)
-        again = answers(llm, prompts[::-1])[::-1]
-        print(f"compared {sum(len(t) + len(b) for t, b in alone) * 2} values")
-        assert crowd == alone and again == alone
-        report = llm.collective_rpc("corun_report")[0]
+        alone = [answers(llm, [prompt])[0] for prompt in PROMPTS]
+        crowd = answers(llm, PROMPTS)
+        again = answers(llm, PROMPTS[::-1])[::-1]
+        return alone, crowd, again, llm.collective_rpc("corun_report")[0]
     finally:
         close_engine(llm)
+
+
+def test_auto_caches_mixes_and_preempts_and_keeps_every_bit(played):
+    """Room for fewer tokens than eight requests need: some lose their KV cache half-way."""
+    alone, crowd, again, report = played
+    print(f"compared {sum(len(t) + len(b) for t, b in alone) * 2} values")
+    assert crowd == alone and again == alone
     assert report["plan"]["policy"] == "certified"
     assert report["violation_count"] == 0
     print({name: report[name] for name in ("preempted", "cached_tokens", "mixed_steps")})
     assert report["preempted"] > 0 and report["cached_tokens"] > 0 and report["mixed_steps"] > 0
+
+
+def test_an_engine_of_other_sizes_is_in_the_same_domain_and_gives_the_same_bits(played, model_path):
+    alone, _, _, report = played
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 33}
+    llm = open_engine(model_path, CoRunConfig("auto"), **{**SHORT, **sizes})
+    try:
+        other = answers(llm, PROMPTS)
+        other_report = llm.collective_rpc("corun_report")[0]
+    finally:
+        close_engine(llm)
+    print(f"compared {sum(len(t) + len(b) for t, b in alone)} values")
+    assert other == alone
+    assert fingerprint(other_report["domain"]) == fingerprint(report["domain"])
+    assert other_report["plan"]["decode_rows"] != report["plan"]["decode_rows"]
+    assert other_report["violation_count"] == 0
 
 
 def test_prompt_logprobs_never_start_behind_a_cache_hit(certified, model_path):

@@ -40,8 +40,8 @@ def certificate(*, largest=64, requests=8, broken=(), engine=EQUAL, step=None, s
 def row_claims(draw, name, largest, sampled, good):
     """Any claim that a search up to `largest` can end with; good: its first class is large.
 
-    Every count is in one class, or in `variant`, or was not reached; the first class holds the
-    largest count of all classes.
+    Every count is in one class, or in `variant`, or was not reached; the largest was. The first
+    class holds the largest count of all classes.
     """
     labels = st.sampled_from([0] * (9 if good else 2) + [1, 2, "variant", "unreached"])
     runs = draw(st.lists(st.tuples(labels, st.integers(1, largest)), min_size=1, max_size=6))
@@ -52,6 +52,8 @@ def row_claims(draw, name, largest, sampled, good):
                 counts[len(counts) + 1] = label
     for n in range(len(counts) + 1, largest + 1):
         counts[n] = runs[-1][0]
+    if counts[largest] == "unreached":
+        counts[largest] = 0 if good else "variant"
     groups = [{n for n in counts if counts[n] == label} for label in (0, 1, 2)]
     classes = sorted((g for g in groups if g), key=max, reverse=True)
     return row_claim(name, classes, {n for n in counts if counts[n] == "variant"}, sampled)
