@@ -11,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from corun.config import CoRunConfig
 from corun.engine import arguments, compilation, refusals
+from corun.plan import Grants, Plan
 
 ISOLATE = CoRunConfig("isolate")
 TINY = {
@@ -79,10 +80,13 @@ def test_defaults_are_one_domain_on_every_entry_point(model):
         ("use_fp64_gumbel", True),
         ("scheduler_cls", "my.Scheduler"),
         ("worker_cls", "my.Worker"),
+        ("max_num_scheduled_tokens", 64),
     ],
 )
 def test_what_breaks_the_contract_is_refused_by_name(model, name, value):
     given = args(model)
+    if not hasattr(given, name):
+        pytest.skip(f"this vLLM has no {name}")
     setattr(given, name, value)
     with pytest.raises(ValueError, match=rf"{name}=.*because"):
         arguments.settle(given, ISOLATE)
@@ -98,6 +102,44 @@ def test_every_refusal_and_switch_names_a_field_of_some_tested_version():
 def test_a_chunk_must_hold_a_decode_step(model):
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(8\) is below max_num_seqs"):
         arguments.settle(args(model, max_num_seqs=16, max_num_batched_tokens=8), ISOLATE)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_no_rows_and_no_tokens_are_refused_by_name(model, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, not {value}"):
+        arguments.settle(args(model, **{name: value}), ISOLATE)
+
+
+GRANTS = {
+    "certified": Grants.everything(),
+    "pack": Grants(batched_prefill=True),
+    "isolate": Grants(),
+}
+
+
+@pytest.mark.parametrize("policy", GRANTS)
+def test_a_prompt_that_could_never_start_is_refused_under_every_plan(model, monkeypatch, policy):
+    """vLLM itself is content: 256 tokens are asked for. The plan allows a step 32 of them."""
+    sparse = Plan(policy, 8, 32, False, "test", GRANTS[policy])
+    monkeypatch.setattr(arguments, "choose", lambda *args, **kwargs: sparse)
+    monkeypatch.setenv("CORUN_POLICY", "isolate")
+    arguments.install()
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 256 if sparse.constrained else 32}
+    args(model, **limits).create_engine_config()
+    off = args(model, **limits, enable_chunked_prefill=False)
+    # Where the batch itself is that small, vLLM's own check comes first.
+    why = "enable_chunked_prefill=False.*at most 32 tokens.*max_model_len is 256"
+    with pytest.raises(ValueError, match=why if sparse.constrained else "max_model_len"):
+        off.create_engine_config()
+    fits = EngineArgs(
+        model=model,
+        skip_tokenizer_init=True,
+        max_model_len=32,
+        enable_chunked_prefill=False,
+        **limits,
+    )
+    assert fits.create_engine_config().model_config.max_model_len == 32
 
 
 @pytest.mark.parametrize("policy", ["pack", "certified"])

@@ -19,7 +19,7 @@ from corun.schedule.step_check import violation
 def test_properties_under_random_traffic_for_every_set_of_grants():
     seen = {grants: Counter() for grants in GRANTS}
 
-    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
     @given(trace=traces(), lag=st.integers(0, 1), more=st.sampled_from((0, 0, 8, 24)))
     def run(trace, lag, more):
         trace = replace(trace, budget=trace.budget + more, arrivals=trace.arrivals[:4])

@@ -1,7 +1,8 @@
 """Seeds as integers: drawing, folding, deriving."""
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from corun.seeds import DRAWN_SEED_BITS, child_seed, draw_seed, fold_seed, session_seed
@@ -17,12 +18,41 @@ def test_drawn_seeds_differ_and_fit_a_double():
     assert max(seeds) >= 2**50  # the top bits are used
 
 
+MINUS_ONE = 6159043798729602  # recorded seeds must replay under every later version
+
+
 @given(ANY_SEED)
-def test_fold_is_twos_complement(seed):
+@example(-1)
+@example(2**64 - 1)
+def test_fold_is_twos_complement_but_for_minus_one(seed):
     folded = fold_seed(seed)
     assert -(2**63) <= folded < 2**63
-    assert (folded - seed) % 2**64 == 0
-    assert fold_seed(folded) == folded
+    assert fold_seed(folded) == folded != -1  # vLLM reads -1 as no seed
+    assert folded == MINUS_ONE if seed % 2**64 == 2**64 - 1 else (folded - seed) % 2**64 == 0
+
+
+@pytest.mark.parametrize(
+    ("seed", "folded"),
+    [
+        (0, 0),
+        (2**63 - 1, 2**63 - 1),
+        (2**63, -(2**63)),
+        (2**64 - 2, -2),
+        (2**64 - 1, MINUS_ONE),
+        (-1, MINUS_ONE),
+        (np.int64(-7), -7),
+        (np.uint64(2**64 - 2), -2),
+    ],
+)
+def test_fold_by_hand(seed, folded):
+    assert fold_seed(seed) == folded
+    assert type(fold_seed(seed)) is int  # NumPy's would not reach another process
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", float("nan"), [1]])
+def test_fold_refuses_what_is_no_integer(seed):
+    with pytest.raises(ValueError, match="a seed is an integer, not"):
+        fold_seed(seed)
 
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 10**40])
@@ -52,7 +82,8 @@ def test_no_two_samples_of_neighbouring_seeds_share_a_seed():
 def test_child_seed_is_pinned():
     """Recorded seeds must replay under every later version."""
     assert child_seed(42, 1) == 7686140507421151036
-    assert child_seed(-1, 3) == child_seed(2**64 - 1, 3) == 5715698411804416467
+    assert child_seed(-2, 3) == child_seed(2**64 - 2, 3) == 1743418979847623328
+    assert child_seed(-1, 3) == child_seed(2**64 - 1, 3) == child_seed(MINUS_ONE, 3)
 
 
 def test_child_seed_refuses_a_negative_index():
