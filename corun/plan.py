@@ -92,6 +92,7 @@ class Plan:
     certificate: certified: the digest of the certificate that the plan rests on.
     class_of: certified: the row counts that name the classes, of a step and of what samples. Other
         classes of the same engine give other bits.
+    worker: what the worker that measured the certificate said of itself; empty without one.
     """
 
     policy: str
@@ -105,6 +106,7 @@ class Plan:
     certificate: str | None = None
     class_of: tuple[int, int] = (0, 0)
     prefill_rows: tuple[int, ...] = ()
+    worker: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def certified(self) -> bool:

@@ -229,9 +229,10 @@ def verify_table(records: Records) -> str:
             record["verdict"],
         )
         lines.append(_row(cells))
-    notes = {(r["model"], _runner(r["command"]), r["note"]) for r in records.values() if "note" in r}
+    noted = [r for r in records.values() if "note" in r]
+    notes = [f"- {r['model']}, {_runner(r['command'])}: {r['note']}." for r in noted]
     if notes:
-        lines += ["", *(f"- {model}, {runner}: {note}." for model, runner, note in sorted(notes))]
+        lines += ["", *notes]
     return "\n".join(lines)
 
 

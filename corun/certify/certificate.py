@@ -162,7 +162,7 @@ class Certificate:
     domain: what the claims hold for (model shape, dtype, device, software, settings), JSON values.
     rows, steps: the claims. engine: the end-to-end check, None before it ran.
     largest: the largest row count a step was tried with. seconds: time that all of it took.
-    worker: what the worker that measured said of itself (``corun.engine.arithmetic``).
+    worker: what the worker that measured said of itself (``corun.engine.worker_facts``).
     """
 
     domain: Mapping[str, Any]

@@ -41,7 +41,7 @@ def first_module(
     args = {n: v for n, v in engine_args.items() if n not in ("enforce_eager", "max_num_seqs")}
     rows = min(int(engine_args.get("max_num_seqs", MOST_ROWS)), MOST_ROWS)
     error = None
-    # Without the plan, steps may have rows of other classes: that would accuse what the plan avoids.
+    # Without the plan steps may have rows of other classes, which would accuse the wrong module.
     compiled = certificate.domain.get("compiled_for") is not None
     with as_checked(certificate) as path:
         for source in (path, MEASURE) if compiled else (path,):

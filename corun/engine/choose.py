@@ -1,6 +1,7 @@
 """Which plan runs: what was asked for, and what this machine's certificate allows."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,16 @@ def _unheld(args: EngineArgs, model_config: Any) -> str | None:
             "vLLM cuts the cached context of latent attention (MLA) by the prompts in a step, "
             "and CoRun does not hold that yet"
         )
+    return _sizes_apart(args)
+
+
+def _sizes_apart(args: EngineArgs) -> str | None:
+    """Whether the compiler makes kernels for some step sizes apart; a certificate needs one set."""
+    if args.enforce_eager:
+        return None
+    for name in ("compile_sizes", "compile_ranges_endpoints"):
+        if sizes := getattr(args.compilation_config, name):
+            return f"compilation_config.{name}={sizes} gives some step sizes kernels of their own"
     return None
 
 
@@ -83,6 +94,8 @@ def choose(
             raise ValueError(
                 f"{_unheld(args, model_config)}; certify it on one device, or use 'isolate'"
             )
+        if why := _sizes_apart(args):
+            raise ValueError(f"{why}; remove that setting to certify the engine")
         return Plan(
             "certified",
             rows,
@@ -97,7 +110,8 @@ def choose(
     unheld = _unheld(args, model_config)
     certificate = None if unheld else find(config, args, model_config, compiled_for)
     if certificate is not None:
-        return planner.plan(certificate, engine, config.policy)
+        plan = planner.plan(certificate, engine, config.policy)
+        return plan if plan.certificate is None else replace(plan, worker=certificate.worker)
     if unheld and config.policy != "isolate":
         if config.policy != "auto":
             raise ValueError(f"{unheld}; use 'isolate' or 'auto'")

@@ -4,7 +4,9 @@
 prefills of up to 2048 tokens have piecewise graphs too: one prompt alone is short work, and without
 them it waits for the host (55 ms where the GPU needs 17, Qwen3-30B-A3B on an H200). Which graph
 depends on the prefill's own length only. ``cudagraph_mode=FULL_DECODE_ONLY`` leaves them out, as in
-the paper. ``certified``: vLLM's own graphs, at sizes of the certified class. There the compiler's choices are
+the paper.
+
+``certified``: vLLM's own graphs, at sizes of the certified class. There the compiler's choices are
 pinned too: what Inductor picks by timing may differ from start to start, and what it picks for the
 range of ``max_num_batched_tokens`` differs between engines, so it always compiles for the same
 range, while the scheduler's budget is what was asked for.
@@ -29,7 +31,7 @@ SEAMS: tuple[tuple, ...] = (
 
 # Sizes that are captured where vLLM's own default list is not certified throughout.
 CAPTURE_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-# isolate: rows of a prefill with graphs. Steps of 128: padding costs little even where the GPU is the
+# isolate: rows of a prefill with graphs, 128 apart: padding costs little even where the GPU is the
 # limit.
 PREFILL_SIZES = range(128, 2049, 128)
 PINNED_INDUCTOR = {"deterministic": True, "benchmark_combo_kernel": False}
@@ -90,9 +92,8 @@ def _settle_held(args: EngineArgs, plan: Plan) -> None:
     mode, sizes = _graphs_of(plan)
     asked = compilation.cudagraph_mode
     if asked not in (None, CUDAGraphMode[mode]):
-        refuse(
-            "compilation_config.cudagraph_mode", asked.name, "decode must replay its one graph alone"
-        )
+        why = "decode must replay its one graph alone"
+        refuse("compilation_config.cudagraph_mode", asked.name, why)
     for holder, name in (
         (args, "cudagraph_capture_sizes"),
         (compilation, "cudagraph_capture_sizes"),

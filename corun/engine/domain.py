@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from corun.engine import arithmetic, settings
+from corun.engine import settings, worker_facts
 from corun.engine.seams import vllm_version
 from corun.engine.variables import reaching_arithmetic
 
@@ -181,11 +181,12 @@ def describe(
     runner: str,
     attention: list[str],
     as_loaded: dict[str, list],
+    endings: dict[str, Any],
 ) -> dict[str, Any]:
     """The domain as JSON values; ``corun.contract.fingerprint`` names it.
 
     plan: the plan's mapping. runner: V1, V2 or CPU. attention: names of the backends in use.
-    as_loaded: see ``weights_digest``.
+    as_loaded: see ``weights_digest``. endings: ``settings.endings``, read as the engine started.
     """
     from vllm.config import CompilationMode
 
@@ -206,7 +207,7 @@ def describe(
         "logprobs_mode": str(model_config.logprobs_mode),
         "max_logprobs": model_config.max_logprobs,
         "masks": settings.masks(vllm_config),
-        "endings": settings.endings(model_config),
+        "endings": endings,
         "kv_cache": {"dtype": str(cache.cache_dtype), "block_size": cache.block_size},
         "attention": attention,
         # Backends by their effect: asked for or found, they are the same.
@@ -216,7 +217,7 @@ def describe(
         "compilation": settings.compiler(compilation, eager=eager),
         "tensor_parallel": _parallel(parallel),
         "device": device_name(),
-        "arithmetic": arithmetic.this_process(),
+        "worker": worker_facts.this_process(),
         "software": software(),
         "variables": reaching_arithmetic(parallel=parallel.tensor_parallel_size > 1),
     }

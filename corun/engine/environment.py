@@ -1,7 +1,7 @@
 """Environment variables that reach the arithmetic: pinned before any worker starts.
 
 Workers inherit them. A value that the user set against the contract is refused, not overridden.
-``corun.engine.arithmetic`` looks for what is not listed here.
+``corun.engine.gemm_check`` looks for what is not listed here.
 """
 
 import os

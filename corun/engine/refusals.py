@@ -51,8 +51,8 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("max_num_partial_prefills", "CoRun prefills one request at a time", (None, 1)),
     Refusal(
         "max_num_scheduled_tokens",
-        "CoRun's plan sets how many tokens a step may hold; max_num_batched_tokens asks for another "
-        "number",
+        "CoRun's plan sets how many tokens a step may hold (max_num_batched_tokens asks for other "
+        "numbers)",
         (None,),
     ),
     Refusal("long_prefill_token_threshold_adaptive", "chunks would depend on co-runners"),

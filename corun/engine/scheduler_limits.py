@@ -9,10 +9,11 @@ from corun.plan import Grants
 def never_starts(config: Any) -> Iterator[str]:
     """What in a finished VllmConfig would keep some request, and all behind it, waiting for ever.
 
-    Whoever schedules: vLLM checks ``max_model_len`` against ``max_num_batched_tokens``, but a plan
-    may allow a step fewer tokens. Its other limits only delay: ``long_prefill_token_threshold``
-    shortens a chunk, never to nothing; ``watermark`` holds a request back only while others run;
-    and a KV cache that cannot hold ``max_model_len`` tokens is an error of vLLM's at start-up.
+    Whoever schedules: vLLM checks ``max_model_len`` (and the longest image) against
+    ``max_num_batched_tokens``, but a plan may allow a step fewer tokens. Its other limits only
+    delay: ``long_prefill_token_threshold`` shortens a chunk, never to nothing; ``watermark`` holds
+    a request back only while others run; and a KV cache that cannot hold ``max_model_len`` tokens
+    is an error of vLLM's at start-up.
     """
     scheduler, longest = config.scheduler_config, config.model_config.max_model_len
     budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
@@ -21,6 +22,13 @@ def never_starts(config: Any) -> Iterator[str]:
             f"chunked prefill off (enable_chunked_prefill=False): a step holds at most {budget} "
             f"tokens, so a longer prompt (max_model_len is {longest}) would never start. Leave "
             f"chunked prefill on, or set max_model_len to {budget}"
+        )
+    media = config.model_config.multimodal_config
+    whole = scheduler.disable_chunked_mm_input and budget < scheduler.max_num_batched_tokens
+    if whole and media is not None and not media.language_model_only:
+        yield (
+            "images, audio and video kept whole (disable_chunked_mm_input): a step holds at most "
+            f"{budget} tokens, so a longer one would never start. Set language_model_only"
         )
 
 

@@ -20,12 +20,12 @@ UNTESTED_VARIABLE = "CORUN_UNTESTED_VLLM"
 ENGINE_HOLDERS = (
     "corun.engine.admission",
     "corun.engine.arguments",
-    "corun.engine.arithmetic",
     "corun.engine.attention",
     "corun.engine.cache_hits",
     "corun.engine.collectives",
     "corun.engine.compilation",
     "corun.engine.domain",
+    "corun.engine.gemm_check",
     "corun.engine.kv_geometry",
     "corun.engine.install",
     "corun.engine.lm_head",
@@ -36,8 +36,11 @@ ENGINE_HOLDERS = (
     "corun.engine.sampling.v2",
     "corun.engine.scheduler",
     "corun.engine.seeds",
+    "corun.engine.settings",
     "corun.engine.subject",
+    "corun.engine.variables",
     "corun.engine.worker",
+    "corun.engine.worker_facts",
 )
 # Needed by commands only: checked by them, and by ``corun doctor``.
 COMMAND_HOLDERS = (

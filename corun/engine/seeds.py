@@ -54,8 +54,8 @@ _SEEDED = "corun_seeded"
 
 
 _NO_SEED = (
-    "CoRun: a request without a seed reached the engine. Send requests through vLLM's LLM, AsyncLLM "
-    "or server in a process where the CoRun plugin is loaded, or set a seed"
+    "CoRun: a request without a seed reached the engine. Send requests through vLLM's LLM, "
+    "AsyncLLM or server in a process where the CoRun plugin is loaded, or set a seed"
 )
 _NO_TEXT = "CoRun's engines generate text, and take no pooling requests"
 

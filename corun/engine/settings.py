@@ -55,24 +55,26 @@ _MASKERS = ("xgrammar", "llguidance", "outlines_core", "lm-format-enforcer")
 
 def plain(value: Any) -> Any:
     """`value` as JSON values, without anything that changes from process to process."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value.name if isinstance(value, enum.Enum) else value
     if isinstance(value, enum.Enum):
         return value.name
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if callable(getattr(value, "uuid", None)):  # a compiler pass names its own contents
         return str(value.uuid())
-    if is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Iterable) or (is_dataclass(value) and not isinstance(value, type)):
+        return _plain_inside(value)
+    text = f"{value.__module__}.{value.__qualname__}" if callable(value) else str(value)
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+def _plain_inside(value: Any) -> Any:
+    if is_dataclass(value):
         return fields_of(value)
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, set | frozenset):
         return sorted((plain(v) for v in value), key=str)
-    if isinstance(value, Iterable):
-        return [plain(v) for v in value]
-    if hasattr(value, "__qualname__"):
-        return f"{value.__module__}.{value.__qualname__}"
-    text = str(value)
-    return type(value).__qualname__ if " at 0x" in text else text
+    return [plain(v) for v in value]
 
 
 def fields_of(config: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:

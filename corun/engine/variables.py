@@ -11,10 +11,7 @@ from pathlib import Path
 
 from vllm import envs
 
-SEAMS: tuple[tuple, ...] = (
-    ("vllm.envs", "compile_factors"),
-    ("vllm.envs", "environment_variables"),
-)
+SEAMS: tuple[tuple, ...] = (("vllm.envs", "compile_factors"),)
 
 PREFIXES = (
     *("ONEDNN_", "DNNL_", "MKL_", "KMP_", "OMP_", "OPENBLAS_"),  # CPU
@@ -28,9 +25,13 @@ ALSO = ("VLLM_CPU_MOE_PREPACK", "VLLM_ZENTORCH_WEIGHT_PREPACK")
 # Words of names that say where something is, or what is told about it; they differ between equal
 # engines on two machines.
 _NO_ARITHMETIC = frozenset(
-    "PATH ROOT DIR BASE HOME HOST HOSTNAME IP IPS PORT KEY RANK INDICES LOG LOGS LOGINFO LOGDEST "
-    "LOGGING LOGO DEBUG VERBOSE DUMP PRINT PROFILING PROFILE TRACE TIMEOUT INTERVAL BUILD IMAGE "
-    "USAGE PLUGINS RAY LORA NIXL MOONCAKE SOCKET IB ASYNC SETTINGS WARNINGS DISPLAY".split()
+    (
+        *("PATH", "ROOT", "DIR", "BASE", "HOME", "HOST", "HOSTNAME", "IP", "IPS", "PORT", "KEY"),
+        *("NAME", "RANK", "INDICES", "SOCKET", "IB", "ASYNC", "TIMEOUT", "INTERVAL", "INSECURE"),
+        *("LOG", "LOGS", "LOGINFO", "LOGDEST", "LOGGING", "LOGO", "DEBUG", "VERBOSE", "DUMP"),
+        *("PRINT", "PROFILE", "PROFILING", "TRACE", "SETTINGS", "WARNINGS", "DISPLAY", "USAGE"),
+        *("BUILD", "IMAGE", "PLUGINS", "RAY", "LORA", "NIXL", "MOONCAKE", "GC", "MQ", "MSGPACK"),
+    )
 )
 _ELSEWHERE = frozenset(
     (
@@ -44,7 +45,7 @@ _ELSEWHERE = frozenset(
         *("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CPP_DYNAMIC_THREADS"),
         *("TRITON_CACHE_AUTOTUNING", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_MLA_DISABLE"),
         *("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_USE_BREAKABLE_CUDAGRAPH", "VLLM_USE_TRITON_AWQ"),
-        *("VLLM_USE_DEEP_GEMM_E8M0", "NCCL_GRAPH_REGISTER", "NCCL_NO_CACHE", "NCCL_MAX_CTAS"),
+        *("VLLM_USE_DEEP_GEMM_E8M0", "NCCL_GRAPH_REGISTER", "NCCL_NO_CACHE"),
     )
 )
 TUNED = "VLLM_TUNED_CONFIG_FOLDER"
@@ -60,7 +61,7 @@ def reaching_arithmetic(
     """
     env = os.environ if environ is None else environ
     prefixes = (*PREFIXES, *(PREFIXES_PARALLEL if parallel else ()))
-    of_vllm = {*envs.compile_factors(), *ALSO} & envs.environment_variables.keys()
+    of_vllm = {name for name in envs.compile_factors() if name.startswith("VLLM_")} | {*ALSO}
     found = {
         name: value
         for name, value in sorted(env.items())

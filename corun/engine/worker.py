@@ -14,7 +14,16 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from corun.config import CoRunConfig
-from corun.engine import arithmetic, attention, collectives, domain, gemm, lm_head, padding
+from corun.engine import (
+    attention,
+    collectives,
+    domain,
+    gemm,
+    gemm_check,
+    lm_head,
+    padding,
+    settings,
+)
 from corun.engine.arguments import PLAN_KEY
 from corun.engine.audit import StepAudit
 from corun.engine.probes import spot_check
@@ -28,6 +37,7 @@ SEAMS: tuple[tuple, ...] = (
     ("vllm.config", "set_current_vllm_config"),
     ("vllm.v1.worker.gpu_worker", "Worker.init_device"),
     ("vllm.v1.worker.gpu_worker", "Worker.load_model"),
+    ("vllm.v1.worker.gpu_worker", "Worker.get_model"),
     ("vllm.v1.core.sched.output", "SchedulerOutput", ("preempted_req_ids",)),
     ("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", ("kv_cache_config",)),
     ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model"),
@@ -60,10 +70,12 @@ class CoRunWorkerMixin:
         if self._corun_plan.constrained and not current_platform.is_cpu():
             gemm.install(os.environ)
         super().init_device()  # type: ignore[misc]
-        arithmetic.check(self.device, self.vllm_config.model_config.dtype)  # type: ignore[attr-defined]
+        gemm_check.check(self.device, self.vllm_config.model_config.dtype)  # type: ignore[attr-defined]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's; on a CPU it also notes the weights before they are repacked."""
+        # Read once, as the front end does: the files may be others later.
+        self._corun_endings = settings.endings(self.vllm_config.model_config)  # type: ignore[attr-defined]
         self._corun_as_loaded: dict[str, list] = {}
         if current_platform.is_cpu():
             domain.note_loaded(self._corun_as_loaded)
@@ -148,11 +160,12 @@ class CoRunWorkerMixin:
             **self._corun_audit.report(),
             "domain": domain.describe(
                 self.vllm_config,  # type: ignore[attr-defined]
-                self.model_runner.model,  # type: ignore[attr-defined]
+                self.get_model(),  # type: ignore[attr-defined]
                 plan=plan,
                 runner=runner,
                 attention=self._corun_backends,
                 as_loaded=self._corun_as_loaded,
+                endings=self._corun_endings,
             ),
         }
 

@@ -2,15 +2,16 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
-from plans import isolate
 from vllm.engine.arg_utils import EngineArgs
 
 from corun.config import CoRunConfig
-from corun.engine import arguments, compilation, refusals
+from corun.engine import arguments, refusals
+from corun.engine.scheduler_limits import never_starts
 from corun.plan import Grants, Plan
 
 ISOLATE = CoRunConfig("isolate")
@@ -140,6 +141,26 @@ def test_a_prompt_that_could_never_start_is_refused_under_every_plan(model, monk
         **limits,
     )
     assert fits.create_engine_config().model_config.max_model_len == 32
+
+
+@pytest.mark.parametrize("budget", [32, 256])
+@pytest.mark.parametrize("text_only", [True, False])
+def test_an_image_that_could_never_start_is_refused(budget, text_only):
+    """Only where images are taken, in steps that are shorter than vLLM's check believes."""
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(
+            max_num_scheduled_tokens=budget,
+            max_num_batched_tokens=256,
+            enable_chunked_prefill=True,
+            disable_chunked_mm_input=True,
+        ),
+        model_config=SimpleNamespace(
+            max_model_len=512, multimodal_config=SimpleNamespace(language_model_only=text_only)
+        ),
+    )
+    found = list(never_starts(config))
+    assert len(found) == (budget == 32 and not text_only)
+    assert all("disable_chunked_mm_input" in why and "at most 32" in why for why in found)
 
 
 @pytest.mark.parametrize("policy", ["pack", "certified"])

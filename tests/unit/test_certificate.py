@@ -108,6 +108,53 @@ def test_damage_anywhere_is_a_clear_error_or_harmless(junk):
     assert refused > 5
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("largest", value) for value in ("64", 10**6, 63, 64.0, True, -1, None)),
+        *(("seconds", value) for value in (float("nan"), float("inf"), "12.5", -1, True, None)),
+        *(("engine", value) for value in ({}, [], False)),
+    ],
+)
+def test_numbers_that_were_never_measured(name, value):
+    damaged = {**WHOLE, name: value}
+    again = json.loads(json.dumps(damaged))
+    with pytest.raises(CertificateError, match=r"damaged.*corun certify"):
+        Certificate.from_mapping(again)
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("rows", 0, "values"), "1000000"),
+        (("rows", 0, "seconds"), float("nan")),
+        (("rows", 0, "sampled"), 0),
+        (("rows", 0, "classes", 0, 0, 1), "64"),
+        (("rows", 0, "classes", 0, 0, 1), 64.5),
+        (("rows", 0, "variant"), [[65.0, 65.0]]),
+        (("steps", 0, "holds"), 1),
+        (("steps", 0, "trials"), 24.0),
+        (("steps", 0, "example"), 3),
+        (("engine", "equal"), "True"),
+        (("engine", "tokens"), -5),
+    ],
+)
+def test_a_wrong_type_anywhere_is_damage(where, value):
+    damaged = copy.deepcopy(WHOLE)
+    parent_of(damaged, where)[where[-1]] = value
+    with pytest.raises(CertificateError, match=r"damaged.*corun certify"):
+        Certificate.from_mapping(damaged)
+
+
+def test_the_worker_that_measured_is_in_it():
+    made = certificate()
+    told = replace(made, worker={"threads": 2})
+    assert "worker" not in made.to_mapping()
+    assert Certificate.from_mapping(made.to_mapping()).worker == {}
+    assert Certificate.from_mapping(told.to_mapping()) == told
+    assert told.digest not in (made.digest, replace(made, worker={"threads": 1}).digest)
+
+
 def test_a_lost_key_is_damage():
     for path in places(WHOLE):
         damaged = copy.deepcopy(WHOLE)

@@ -1,6 +1,7 @@
 """Which plan runs: configuration, certificates kept here, and a certificate that was named."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -33,10 +34,26 @@ def asked(monkeypatch, tmp_path):
     return seen
 
 
-def chosen(policy="auto", named=None, *, rows=ROWS, tokens=TOKENS, tensor_parallel=1, mla=False):
+def chosen(
+    policy="auto",
+    named=None,
+    *,
+    rows=ROWS,
+    tokens=TOKENS,
+    tensor_parallel=1,
+    mla=False,
+    eager=False,
+    **compilation,
+):
     config = CoRunConfig(policy, certificate=named)
     # What is read of vLLM's EngineArgs and ModelConfig beside the subject.
-    args = SimpleNamespace(tensor_parallel_size=tensor_parallel)
+    args = SimpleNamespace(
+        tensor_parallel_size=tensor_parallel,
+        enforce_eager=eager,
+        compilation_config=SimpleNamespace(
+            **{"compile_sizes": None, "compile_ranges_endpoints": None, **compilation}
+        ),
+    )
     return choose(config, args, SimpleNamespace(use_mla=mla), rows, tokens, compiled_for=COMPILED)
 
 
@@ -129,7 +146,10 @@ def test_an_engine_that_is_measured_is_free(asked):
     assert asked == []  # nothing is looked up
 
 
-@pytest.mark.parametrize("args", [{"tensor_parallel": 2}, {"mla": True}])
+APART = [{"compile_sizes": [1, 8]}, {"compile_ranges_endpoints": [64]}]
+
+
+@pytest.mark.parametrize("args", [{"tensor_parallel": 2}, {"mla": True}, *APART])
 def test_engines_that_no_certificate_covers(args):
     store.save(certificate())
     assert chosen(**args).policy == "isolate"
@@ -142,6 +162,20 @@ def test_engines_that_no_certificate_covers(args):
 def test_tensor_parallel_engines_are_not_measured():
     with pytest.raises(ValueError, match=r"tensor-parallel.*certify it on one device"):
         chosen("certified", MEASURE, tensor_parallel=2)
+
+
+@pytest.mark.parametrize("sizes", APART)
+def test_kernels_of_their_own_for_some_sizes_are_not_measured(sizes):
+    with pytest.raises(ValueError, match=rf"{next(iter(sizes))}=.*remove that setting"):
+        chosen("certified", MEASURE, **sizes)
+    assert chosen("certified", MEASURE, eager=True, **sizes).certificate is None
+
+
+def test_a_plan_says_what_worker_its_certificate_was_measured_in():
+    worker = {"threads": 2}
+    store.save(replace(certificate(), worker=worker))
+    assert chosen("certified").worker == worker == chosen("pack").worker
+    assert chosen("isolate").worker == {}
 
 
 def test_what_can_be_said_without_a_model():

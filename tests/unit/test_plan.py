@@ -62,5 +62,5 @@ def test_a_prefill_is_padded_to_the_next_of_its_sizes():
 
 
 def test_the_mapping_is_json_and_comes_back():
-    plan = replace(PLAN, prefill_rows=(8, 128))
+    plan = replace(PLAN, prefill_rows=(8, 128), worker={"threads": 2})
     assert Plan.from_mapping(json.loads(json.dumps(plan.to_mapping()))) == plan

@@ -17,6 +17,7 @@ from corun.certify.pool import plain_pool
 from corun.certify.probe import RowProbe
 from corun.certify.search import find_classes
 from corun.certify.trial import TrialBench
+from corun.engine import worker_facts
 from corun.engine.probes.operations import RowOperation, attention_layers, find
 from corun.engine.probes.steps import StepRunner
 from corun.rows import Rows
@@ -58,7 +59,14 @@ def measure(
         bench = TrialBench(name, run, sizes)
         claims += bench.work(trials(sizes, limits, thorough), budget_s * ATTENTION_SHARE)
     claims += _model_claims(runner, vllm_config, draft, limits, budget_s * MODEL_SHARE)
-    return Certificate(domain, tuple(rows), tuple(claims), largest, time.perf_counter() - started)
+    return Certificate(
+        domain,
+        tuple(rows),
+        tuple(claims),
+        largest,
+        time.perf_counter() - started,
+        worker=worker_facts.this_process(),
+    )
 
 
 def _model_claims(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from corun.certify.probe import RowProbe
+from corun.engine import worker_facts
 from corun.engine.probes.operations import find
 from corun.plan import Plan
 from corun.rows import Rows
@@ -30,8 +31,9 @@ def some(rows: Rows) -> list[int]:
 def run(runner: Any, vllm_config: Any, compute_logits: Callable, plan: Plan) -> int:
     """Compare every operation at a few of the plan's row counts; returns values compared.
 
-    RuntimeError names the operation that differs.
+    RuntimeError names the operation that differs, or what of this process does.
     """
+    worker_facts.check(plan.worker)
     values = 0
     for operation in find(runner, vllm_config, compute_logits):
         probe = RowProbe(operation.function, operation.plain())

@@ -16,11 +16,12 @@ SEAMS: tuple[tuple, ...] = (("vllm.platforms", "current_platform.is_cpu"),)
 
 def this_process() -> dict[str, Any]:
     """threads (CPUs only) and torch's settings of matrix products, as JSON values."""
-    matmul = torch.backends.cuda.matmul
+    matmul: Any = torch.backends.cuda.matmul
+    of_cpu: Any = torch.backends.mkldnn
     facts: dict[str, Any] = {
         "matmul": {
             "float32_cuda": matmul.fp32_precision,
-            "float32_cpu": torch.backends.mkldnn.matmul.fp32_precision,
+            "float32_cpu": of_cpu.matmul.fp32_precision,
             "bf16_reduced": matmul.allow_bf16_reduced_precision_reduction,
             "fp16_reduced": matmul.allow_fp16_reduced_precision_reduction,
             "fp16_accumulation": matmul.allow_fp16_accumulation,
