@@ -83,10 +83,14 @@ def running(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process, gently first, and then everything that is left of its group."""
+    """End a process, gently first, and then everything that is left of its group.
+
+    By SIGTERM: a program that a shell started in the background ignores SIGINT, and so do its
+    children.
+    """
     try:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         print("the server did not stop when asked to; it is killed", file=sys.stderr)

@@ -68,7 +68,7 @@ def client(model_path, tmp_path_factory):
         yield openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=WAIT_S
         )
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         assert process.wait(timeout=60) == 0, log.read_text()[-3000:]
     finally:
         if process.poll() is None:

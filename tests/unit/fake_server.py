@@ -65,7 +65,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 with open(record, "w") as file:
     file.write(f"{child.pid}\n")
 if "--stubborn" in sys.argv:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "--silent" in sys.argv:
     time.sleep(600)
 port = int(sys.argv[sys.argv.index("--port") + 1])

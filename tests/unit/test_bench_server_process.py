@@ -75,6 +75,18 @@ def test_a_stubborn_server_is_killed(tmp_path, monkeypatch, capsys):
     assert gone(child_of(tmp_path))
 
 
+def test_a_program_in_the_background_stops_its_server_too(tmp_path):
+    """A shell starts `program &` with SIGINT ignored, and the server inherits that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with start(tmp_path) as server:
+            began = time.monotonic()
+        assert time.monotonic() - began < server_process.STOP_S / 4
+        assert server.process.returncode == -signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_server_that_ends_meanwhile_is_noticed(tmp_path):
     with start(tmp_path) as server:
         server.process.kill()
