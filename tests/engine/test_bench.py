@@ -15,9 +15,9 @@ from corun.bench import report
 from corun.bench import run as bench_run
 from corun.bench.mode_process import environment
 
-MODES = ("std", "isolate", "nosplit+prefill")
+MODES = ("nosplit+prefill", "isolate")
 FLAGS = (
-    *("--workloads", "24/6", "--arrivals", "closed:4", "--count", "8", "--repeats", "2"),
+    *("--workloads", "24/6", "--arrivals", "closed:4", "--count", "6", "--repeats", "2"),
     *("--rows", "4", "--tokens", "256", "--max-model-len", "256", "--one-engine"),
     *("--modes", ",".join(MODES), "--engine-arg", "kv_cache_memory_bytes=500000000"),
 )
@@ -51,7 +51,7 @@ def results(model_path, tmp_path_factory):
 def test_a_killed_benchmark_keeps_whole_runs_and_goes_on(results):
     out, before, status = results
     assert status == 0
-    assert 1 <= len(before) < 6
+    assert 1 <= len(before) < 4
     files = sorted(out.glob("run-*.json"))
     assert len(files) == 2 * len(MODES)
     for name, content in before.items():
@@ -63,9 +63,9 @@ def test_every_mode_answered_the_same_requests(results):
     runs = [json.loads(path.read_text()) for path in sorted(results[0].glob("run-*.json"))]
     assert {run["mode"] for run in runs} == set(MODES)
     assert len({run["requests_digest"] for run in runs}) == 1
-    assert all([r["n_out"] for r in run["requests"]] == [6] * 8 for run in runs)
+    assert all([r["n_out"] for r in run["requests"]] == [6] * 6 for run in runs)
     domains = {run["mode"]: run["domain"] for run in runs}
-    assert domains["std"] is None and domains["isolate"].startswith("corun1-")
+    assert domains["nosplit+prefill"] is None and domains["isolate"].startswith("corun1-")
 
 
 def test_steps_are_what_each_mode_promises(results):
@@ -75,13 +75,15 @@ def test_steps_are_what_each_mode_promises(results):
         rows = list(
             zip(steps["prefill_tokens"], steps["decode_rows"], steps["rows_run"], strict=True)
         )
-        assert sum(steps["prefill_tokens"]) == 8 * 24
-        assert sum(steps["decode_rows"]) == 8 * 5
+        assert sum(steps["prefill_tokens"]) == 6 * 24
+        assert sum(steps["decode_rows"]) == 6 * 5
         if run["mode"] == "isolate":
             assert {ran for prefill, _, ran in rows if not prefill} == {4}
-        if run["mode"] != "std":
-            assert all(prefill in (0, 24) for prefill, _, _ in rows)
-            assert not any(prefill and decode for prefill, decode, _ in rows)
+            assert {decode for prefill, decode, _ in rows if not prefill} == {2, 4}
+        else:
+            assert all(ran == prefill + decode for prefill, decode, ran in rows)
+        assert all(prefill in (0, 24) for prefill, _, _ in rows)
+        assert not any(prefill and decode for prefill, decode, _ in rows)
 
 
 def test_isolate_repeats_itself_in_another_order(results):
@@ -92,13 +94,13 @@ def test_isolate_repeats_itself_in_another_order(results):
     assert (first["order_seed"], second["order_seed"]) == (0, 1)
     digests = [[r["digest"] for r in run["requests"]] for run in (first, second)]
     print(f"compared {len(digests[0])} digests of 6 tokens and 6 logprobs each")
-    assert len(digests[0]) == 8 and digests[0] == digests[1]
-    assert len(set(digests[0])) == 8
+    assert len(digests[0]) == 6 and digests[0] == digests[1]
+    assert len(set(digests[0])) == 6
 
 
 def test_the_report_is_made_of_the_files(results):
     page = report.write(results[0])
     text = page.read_text()
-    assert "CoRun isolate" in text and "plain vLLM" in text
+    assert "CoRun isolate" in text and "+ isolated prefill" in text
     assert list((results[0] / "figures").glob("*.png"))
     assert Path(page).name == "report.html"
