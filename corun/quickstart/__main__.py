@@ -29,8 +29,11 @@ def main(argv: list[str] | None = None) -> int:
         "through two engines. This takes a few minutes on a CPU, less on a GPU.",
         highlight=False,
     )
+    doing = Console(stderr=True)  # a progress bar follows where that is a terminal
     try:
+        doing.print("plain vLLM: an engine starts, then each request alone, then all at once ...")
         plain = measure_apart(args.model, "off", args.max_tokens, "plain vLLM")
+        doing.print("CoRun: the same ...")
         corun = measure_apart(args.model, args.policy, args.max_tokens, "CoRun")
     except (ImportError, OSError, RuntimeError, ValueError) as problem:
         Console(stderr=True).print(f"quickstart: {problem}", markup=False, highlight=False)
