@@ -28,6 +28,11 @@ from corun.jobs.files import write_json
 
 CHILD = "corun.bench.run_child"
 PLAN_FILE = "plan.json"
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -271,7 +276,8 @@ def _spec(
 
 def _execute(spec: Spec, timeout_s: float, outcome: Outcome) -> None:
     env = environment(spec.mode) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for name, value in QUIET.items():
+        env.setdefault(name, value)
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "spec.json")
         write_json(file, asdict(spec))

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         lines=lines,
         output=output,
         engine_args=engine,
-        identity={"input": hashlib.sha256(data).hexdigest(), "defaults": defaults},
+        identity={"input": hashlib.sha256(data).hexdigest(), "sampling flags": defaults},
         stop=stop,
         overwrite=args.overwrite,
     )

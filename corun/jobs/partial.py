@@ -153,6 +153,17 @@ class Partial:
 
 
 def difference(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """What of `wanted` differs from the `saved` job, in words; None if nothing."""
-    names = sorted(k for k in set(saved) | set(wanted) if saved.get(k) != wanted.get(k))
-    return ", ".join(names) or None
+    """What of `wanted` differs from the `saved` job, in words; None if nothing.
+
+    Where both hold settings by name, the settings that differ are named, with their values.
+    """
+    parts = []
+    for name in sorted(k for k in {*saved, *wanted} if saved.get(k) != wanted.get(k)):
+        before, now = saved.get(name), wanted.get(name)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            inner = sorted(k for k in {*before, *now} if before.get(k) != now.get(k))
+            told = (f"{k} is {now.get(k)!r}, was {before.get(k)!r}" for k in inner)
+            parts.append(f"{name}: {'; '.join(told)}")
+        else:
+            parts.append(name)
+    return ", ".join(parts) or None

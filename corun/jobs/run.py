@@ -55,6 +55,7 @@ class JobRun:
         # Read before the engine starts: vLLM and CoRun settle these arguments in place.
         self._job = self._describe(identity)
         self._corun = self.config["policy"] != "off"
+        self._resumable = False  # whether what is saved is this run's
 
     def run(self) -> dict[str, Any]:
         """Do it; returns the summary. ValueError: could not run; what was saved stays."""
@@ -62,7 +63,7 @@ class JobRun:
         try:
             return self._run()
         except BaseException:
-            if saved := len(self.partial.done):
+            if self._resumable and (saved := len(self.partial.done)):
                 print(
                     f"corun generate: {saved} of {len(self.lines)} lines are saved in "
                     f"{self.partial.path}; the same command goes on from there",
@@ -79,6 +80,7 @@ class JobRun:
         if self.overwrite:
             self.partial.clear()
         self._check_job()
+        self._resumable = True
         resumed = len(self.partial.done)
         report = None
         if self.partial.header is None or resumed < len(self.lines):
@@ -104,7 +106,7 @@ class JobRun:
         if differs := difference(self.partial.header.job, self._job):
             raise ValueError(
                 f"{self.partial.path} belongs to another run (it differs in: {differs}). Give the "
-                "command that it was started with, or start again with --overwrite"
+                "command that it was started with, another -o, or lose it with --overwrite"
             )
 
     def _begin(self, domain: str | None) -> Header:

@@ -130,6 +130,8 @@ def test_kill_loses_no_record_that_was_saved(tmp_path):
 def test_difference_names_what_differs():
     assert difference({"a": 1, "b": 2}, {"a": 1, "b": 2}) is None
     assert difference({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}) == "b, c"
+    saved, wanted = {"flags": {"seed": 42, "n": 1}}, {"flags": {"seed": 43, "n": 1, "top_k": 5}}
+    assert difference(saved, wanted) == "flags: seed is 43, was 42; top_k is 5, was None"
 
 
 def test_write_json_replaces_whole_files(tmp_path):

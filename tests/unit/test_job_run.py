@@ -178,9 +178,9 @@ def test_a_finished_partial_needs_no_engine(generate, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "differs"),
     [
-        (["--temperature", "0.5"], "defaults"),
-        (["--policy", "isolate"], "CoRun settings"),
-        (["--dtype", "float32"], "engine flags"),
+        (["--temperature", "0.5"], "sampling flags: temperature is 0.5, was "),
+        (["--policy", "isolate"], "CoRun settings: policy is 'isolate', was "),
+        (["--dtype", "float32"], "engine flags: "),
     ],
 )
 def test_another_run_is_refused(generate, tmp_path, capsys, extra, differs):
@@ -190,8 +190,9 @@ def test_another_run_is_refused(generate, tmp_path, capsys, extra, differs):
     capsys.readouterr()
     assert generate(*extra) == (2, None)
     message = capsys.readouterr().err
-    assert f"belongs to another run (it differs in: {differs})" in message
+    assert f"belongs to another run (it differs in: {differs}" in message
     assert "--overwrite" in message
+    assert "goes on from there" not in message
     assert (tmp_path / "out.jsonl.partial").read_bytes() == before
 
 
