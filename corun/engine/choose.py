@@ -14,7 +14,7 @@ from corun.engine.subject import subject
 from corun.plan import Grants, Plan
 from corun.rows import Rows
 
-HOW = "make one with 'corun certify MODEL' (and the same engine arguments)"
+HOW = "make one with 'corun certify MODEL' and the same engine arguments"
 
 
 def without_model(policy: str) -> tuple[str, str]:
@@ -122,7 +122,7 @@ def choose(
             f"and there is none for this engine; {HOW}, or use 'isolate' or 'auto'"
         )
     if config.policy == "auto":
-        reason = f"no certificate says that more shapes are safe ({HOW}), and isolate needs none"
+        reason = f"no certificate says that more shapes are safe; {HOW}"
     else:
         reason = "you asked for it"
     return Plan("isolate", rows, tokens, False, reason)
