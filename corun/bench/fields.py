@@ -27,6 +27,11 @@ class Fields:
         held = _brief(self.given[name]) if name in self.given else "nothing"
         return RecordError(f"{self.where} is damaged: {name} should be {expected}, not {held}")
 
+    def require_format(self, expected: str) -> None:
+        """RecordError unless the file is of this format."""
+        if self.given.get("format") != expected:
+            raise self.bad("format", expected)
+
     def text(self, name: str) -> str:
         """A string that is not empty."""
         value = self.given.get(name)

@@ -29,6 +29,16 @@ def versions() -> dict[str, Any]:
     return {**software(), "python": platform.python_version()}
 
 
+def stamp() -> dict[str, Any]:
+    """What every recorded file says of its origin: machine, versions, command and date."""
+    return {
+        "hardware": hardware(),
+        "versions": versions(),
+        "command": command(),
+        "date": today(),
+    }
+
+
 def command() -> str:
     """This process's command line, as one could type it."""
     name = Path(sys.argv[0]).name

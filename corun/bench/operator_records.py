@@ -82,7 +82,7 @@ def read_operators(path: Path) -> OperatorFile:
 
 def parse_operators(fields: Fields, path: Path) -> OperatorFile:
     """An operator file from its JSON."""
-    _require_format(fields, OPERATORS_FORMAT)
+    fields.require_format(OPERATORS_FORMAT)
     return OperatorFile(
         path,
         fields.text("command"),
@@ -101,7 +101,7 @@ def read_step_times(path: Path) -> StepTimeFile:
 
 def parse_step_times(fields: Fields, path: Path) -> StepTimeFile:
     """A step file from its JSON."""
-    _require_format(fields, STEPS_FORMAT)
+    fields.require_format(STEPS_FORMAT)
     return StepTimeFile(
         path,
         fields.text("model"),
@@ -115,11 +115,6 @@ def parse_step_times(fields: Fields, path: Path) -> StepTimeFile:
             for mode, why in (fields.object("failed") if "failed" in fields.given else {}).items()
         ),
     )
-
-
-def _require_format(fields: Fields, expected: str) -> None:
-    if fields.given.get("format") != expected:
-        raise fields.bad("format", expected)
 
 
 def _left_out(fields: Fields) -> tuple[str, ...]:

@@ -99,10 +99,7 @@ def _file(
     on_gpu = bench.device.type == "cuda"
     return {
         "format": FORMAT,
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
-        "command": machine.command(),
-        "date": machine.today(),
+        **machine.stamp(),
         "settings": {
             "dtype": args.dtype,
             "most_repeats": args.repeats,

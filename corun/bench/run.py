@@ -9,30 +9,24 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corun.bench import machine, requests
-from corun.bench.fields import RecordError
-from corun.bench.mode_process import MODES, environment, parse_mode
-from corun.bench.records import Run, read_run
+from corun.bench import machine
+from corun.bench.mode_child import run_child
+from corun.bench.mode_process import MODES, parse_mode
+from corun.bench.model_requests import build_for
+from corun.bench.records import read_run
 from corun.bench.requests import RequestSet
 from corun.bench.run_child import Item, Spec
-from corun.bench.workload import WORKLOADS, Workload, parse_arrivals, parse_workload
+from corun.bench.workload import WORKLOADS, parse_arrivals, parse_workload
 from corun.jobs.files import write_json
 
 CHILD = "corun.bench.run_child"
 PLAN_FILE = "plan.json"
-QUIET = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,8 +100,7 @@ def processes(modes: Sequence[str], repeats: int, *, one_engine: bool) -> list[P
 
 def run_file(mode: str, workload: str, arrivals: str, repeat: int) -> str:
     """The name of a run's file."""
-    plain = "-".join((workload, arrivals, mode, str(repeat)))
-    return "run-" + "".join(c if c.isalnum() or c in "-.@+" else "_" for c in plain) + ".json"
+    return f"run-{_plain('-'.join((workload, arrivals, mode, str(repeat))))}.json"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -121,7 +114,16 @@ def run(args: argparse.Namespace) -> int:
     if args.repeats < 1:
         raise ValueError("--repeats must be 1 or more")
     engine_args = _engine_args(args)
-    sets = _request_sets(args, workloads)
+    sets = [
+        build_for(
+            args.model,
+            workload,
+            count=args.count,
+            seed=args.seed,
+            max_model_len=args.max_model_len,
+        )
+        for workload in workloads
+    ]
     directory = Path(args.out)
     plan = _plan(args, engine_args, sets)
     _claim(directory, plan, fresh=args.fresh)
@@ -163,32 +165,6 @@ def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
     if not on_cpu:
         shared["gpu_memory_utilization"] = args.memory
     return shared | engine_args(args)
-
-
-def _request_sets(args: argparse.Namespace, workloads: Sequence[Workload]) -> list[RequestSet]:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(args.model).get_text_config()
-    tokenize = None
-    if any(workload.kind == "sharegpt" for workload in workloads):
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-
-        def tokenize(text: str) -> list[int]:
-            return list(tokenizer.encode(text))
-
-    return [
-        requests.build(
-            workload,
-            count=args.count,
-            vocabulary=config.vocab_size,
-            seed=args.seed,
-            max_model_len=args.max_model_len,
-            tokenize=tokenize,
-        )
-        for workload in workloads
-    ]
 
 
 def _plan(
@@ -239,18 +215,14 @@ def _claim(directory: Path, plan: dict[str, Any], *, fresh: bool) -> None:
 
 
 def _plain(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-." else "_" for c in name)
+    return "".join(c if c.isalnum() or c in "-.@+" else "_" for c in name)
 
 
 def _is_kept(path: Path, digest: str) -> bool:
-    """Whether a run's file is there, whole, and of these requests."""
+    """Whether a run's file is there, and of these requests. RecordError where it is damaged."""
     if not path.exists():
         return False
-    try:
-        found: Run = read_run(path)
-    except RecordError as error:
-        raise ValueError(f"{error}") from error
-    return found.requests_digest == digest
+    return read_run(path).requests_digest == digest
 
 
 def _spec(
@@ -275,17 +247,8 @@ def _spec(
 
 
 def _execute(spec: Spec, timeout_s: float, outcome: Outcome) -> None:
-    env = environment(spec.mode) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    for name, value in QUIET.items():
-        env.setdefault(name, value)
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory, "spec.json")
-        write_json(file, asdict(spec))
-        command = [sys.executable, "-m", CHILD, str(file)]
-        try:
-            subprocess.run(command, env=env, timeout=timeout_s, check=True)
-        except subprocess.CalledProcessError as e:
-            outcome.failed[spec.mode] = f"its process ended with status {e.returncode}, see above"
-        except subprocess.TimeoutExpired:
-            outcome.failed[spec.mode] = f"it did not end within {timeout_s:.0f} s"
+    try:
+        run_child(CHILD, spec.mode, asdict(spec), timeout_s)
+    except RuntimeError as error:
+        outcome.failed[spec.mode] = str(error)
     outcome.made += sum(os.path.exists(item.out) for item in spec.items)

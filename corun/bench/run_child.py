@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from corun.bench import machine, requests
+from corun.bench.arrivals import Arrivals
 from corun.bench.drive import Driven, drive
 from corun.bench.mode_process import engine_args_of, policy_of
 from corun.bench.records import FORMAT
@@ -133,8 +134,6 @@ def _params(request: BenchRequest, spec: Spec, max_tokens: int | None = None) ->
 
 def _warm_up(llm: Any, spec: Spec, given: tuple[BenchRequest, ...]) -> float:
     """A full batch of the workload's own prompts, for a few tokens; the seconds it took."""
-    from corun.bench.arrivals import Arrivals
-
     began = time.perf_counter()
     few = [
         BenchRequest(f"warm-{r.id}", r.prompt_token_ids, min(WARM_UP_TOKENS, r.max_tokens), r.seed)

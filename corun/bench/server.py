@@ -13,11 +13,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from corun.bench import machine, mode_names, requests
+from corun.bench import machine, mode_names
 from corun.bench.mode_process import MODES, environment, parse_mode, policy_of
+from corun.bench.model_requests import build_for
 from corun.bench.send import ClientError, Load, send
 from corun.bench.server_process import Server, ServerError, running
-from corun.bench.sharegpt import Tokenize
 from corun.bench.workload import WORKLOADS, Workload, parse_arrivals, parse_workload
 from corun.jobs.files import write_json
 
@@ -137,28 +137,11 @@ def _loads(
         loads = []
         for i, workload in enumerate(workloads):
             path = Path(directory, f"requests-{i}.json")
-            vocabulary, tokenize = _tokens_of(args.model, workload)
-            requests.build(
-                workload,
-                count=args.count,
-                vocabulary=vocabulary,
-                seed=args.seed,
-                max_model_len=longest,
-                tokenize=tokenize,
+            build_for(
+                args.model, workload, count=args.count, seed=args.seed, max_model_len=longest
             ).save(path)
             loads += [Load(workload.name, name, path) for name in arrivals]
         yield loads
-
-
-def _tokens_of(model: str, workload: Workload) -> tuple[int, Tokenize | None]:
-    """The model's number of token ids, and for ShareGPT its tokenizer."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    vocabulary = int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
-    if workload.kind != "sharegpt":
-        return vocabulary, None
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return vocabulary, lambda text: tokenizer(text).input_ids
 
 
 def _report(server: Server) -> dict[str, Any]:
@@ -184,10 +167,7 @@ def _shown(command: list[str]) -> str:
 def _head(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
-        "command": machine.command(),
-        "date": machine.today(),
+        **machine.stamp(),
         "model": args.model,
         "settings": {
             "count": args.count,

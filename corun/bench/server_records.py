@@ -57,8 +57,7 @@ def parse_server(fields: Fields, path: Path) -> ServerFile:
 
     RecordError where it is foreign or damaged, or where two modes were not sent the same requests.
     """
-    if fields.given.get("format") != FORMAT:
-        raise fields.bad("format", FORMAT)
+    fields.require_format(FORMAT)
     plain = fields.items("runs", _checked)
     runs = tuple(_run(given, equal_texts(plain, i)) for i, given in enumerate(plain))
     sent: dict[str, str | None] = {}

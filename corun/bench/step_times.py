@@ -6,7 +6,6 @@ sees it (``corun.bench.step_profile``).
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from corun.bench import machine
-from corun.bench.mode_process import MODES, environment, parse_mode
+from corun.bench.mode_child import run_child
+from corun.bench.mode_process import MODES, parse_mode
 from corun.bench.step_child import Shape, Spec
 from corun.jobs.files import write_json
 
@@ -108,18 +108,9 @@ def run(args: argparse.Namespace) -> int:
 
 def measure_apart(spec: Spec, timeout_s: float) -> list[dict[str, Any]]:
     """What a process of its own measured of `spec`. RuntimeError where it failed."""
-    env = environment(spec.mode) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    env.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as directory:
-        asked, answer = Path(directory, "spec.json"), Path(directory, "steps.json")
-        write_json(asked, asdict(spec))
-        command = [sys.executable, "-m", CHILD, str(asked), str(answer)]
-        try:
-            subprocess.run(command, env=env, timeout=timeout_s, check=True)
-        except subprocess.CalledProcessError as e:
-            raise RuntimeError(f"its process ended with status {e.returncode}, see above") from e
-        except subprocess.TimeoutExpired as e:
-            raise RuntimeError(f"it did not end within {timeout_s:.0f} s") from e
+        answer = Path(directory, "steps.json")
+        run_child(CHILD, spec.mode, asdict(spec), timeout_s, str(answer))
         return list(json.loads(answer.read_text()))
 
 
@@ -128,10 +119,7 @@ def _file(
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
-        "command": machine.command(),
-        "date": machine.today(),
+        **machine.stamp(),
         "model": args.model,
         "settings": {
             "max_num_seqs": rows,

@@ -27,6 +27,11 @@ class Engine:
     tokens: int
     decode_graph: bool
 
+    @classmethod
+    def largest(cls, certificate: Certificate) -> "Engine":
+        """The largest engine that `certificate` was measured for, without graphs."""
+        return cls(max(1, certificate.sample_rows().largest), certificate.largest, False)
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:

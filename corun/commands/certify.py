@@ -91,7 +91,6 @@ def _show(file: str) -> int:
         certificate = Certificate.from_mapping(given)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e
-    sampled = certificate.sample_rows().largest
-    engine = planner.Engine(max(1, sampled), certificate.largest, decode_graph=False)
+    engine = planner.Engine.largest(certificate)
     show(certificate, engine, Console())
     return 0 if planner.verdicts(certificate, engine)[0].allowed else 1

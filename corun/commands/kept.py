@@ -37,7 +37,7 @@ def _describe(file: Path, here: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError) as e:
         return {**nothing, "allows": [], "differs": [], "error": f"it cannot be read: {e}"}
     domain = certificate.domain
-    engine = planner.Engine(max(1, certificate.sample_rows().largest), certificate.largest, False)
+    engine = planner.Engine.largest(certificate)
     return {
         "file": str(file),
         "model": given.get(NAME) or f"a model of shape {domain.get('model')}",

@@ -193,13 +193,14 @@ def describe(
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     compilation, cache = vllm_config.compilation_config, vllm_config.cache_config
     eager = model_config.enforce_eager or compilation.mode == CompilationMode.NONE
+    classes = settings.module_classes(model)
     return {
         **_shapes(plan, vllm_config, eager),
         "model": model_shape(model_config.hf_config),
         "implementation": {
             **settings.implementation(model_config),
-            "class": settings.module_classes(model)[0],
-            "modules": _hash(settings.module_classes(model)),
+            "class": classes[0],
+            "modules": _hash(classes),
         },
         "weights": weights_digest(model, as_loaded),
         "dtype": str(model_config.dtype),

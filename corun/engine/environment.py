@@ -32,6 +32,13 @@ _THREAD_LIMITS = ("OMP_THREAD_LIMIT", "KMP_DEVICE_THREAD_LIMIT", "KMP_ALL_THREAD
 _NO_DYNAMIC = (*_OFF, "f", ".false.", "no", "off")
 
 
+def usable_cpus() -> int:
+    """CPUs that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _most_threads(env: Mapping[str, str]) -> int:
     """The most OpenMP threads that a worker may ask for."""
     here = torch.get_num_threads()
@@ -39,8 +46,7 @@ def _most_threads(env: Mapping[str, str]) -> int:
     if in_process or env.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
         return here
     # vLLM gives a worker process as many as the CPUs that it binds it to.
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(here, cpus or 1)
+    return max(here, usable_cpus())
 
 
 def _number(value: str) -> int | None:

@@ -34,6 +34,7 @@ ENGINE_HOLDERS = (
     "corun.engine.probes.steps",
     "corun.engine.sampling.v1",
     "corun.engine.sampling.v2",
+    "corun.engine.scheduled",
     "corun.engine.scheduler",
     "corun.engine.seeds",
     "corun.engine.settings",
@@ -52,6 +53,7 @@ COMMAND_HOLDERS = (
     "corun.engine.offline",
     "corun.engine.random_weights",
     "corun.engine.server",
+    "corun.engine.step_watch",
     "corun.engine.tap",
 )
 HOLDERS = ENGINE_HOLDERS + COMMAND_HOLDERS

@@ -5,9 +5,11 @@ dispatcher how many rows were run. Steps are executed in the order in which they
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from corun.engine import padding
+from corun.engine.scheduled import computed_before
 
 SEAMS: tuple[tuple, ...] = (
     ("vllm.v1.engine.core_client", "InprocClient"),
@@ -15,7 +17,6 @@ SEAMS: tuple[tuple, ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output", ("scheduler_output",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler.get_request_counts"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.usage"),
-    ("vllm.v1.core.sched.output", "CachedRequestData", ("num_computed_tokens",)),
 )
 
 
@@ -87,9 +88,7 @@ def _watch_scheduler(scheduler: Any, found: StepWatch) -> None:
 
 def _tokens(requests: dict[str, Any], output: Any) -> tuple[int, int]:
     """Prefill tokens and decode rows of a step."""
-    cached = output.scheduled_cached_reqs
-    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    computed = computed_before(output)
     prefill = decode = 0
     for request_id, tokens in output.num_scheduled_tokens.items():
         request = requests[request_id]
@@ -102,24 +101,9 @@ def _tokens(requests: dict[str, Any], output: Any) -> tuple[int, int]:
 
 def _watch_rows(worker: Any, rows: list[int]) -> None:
     """Note the rows of every step that `worker` runs, behind whatever pads them."""
-    runner = worker.model_runner
-    manager = getattr(runner, "cudagraph_manager", None)
-    v1 = "_determine_batch_execution_and_padding"
-    if hasattr(runner, v1):
-        determine: Callable[..., tuple] = getattr(runner, v1)
 
-        def determined(*args: Any, **kwargs: Any) -> tuple:
-            found = determine(*args, **kwargs)
-            rows.append(found[1].num_tokens)
-            return found
+    def noted(descriptor: Any, _mode: Any) -> Any:
+        rows.append(descriptor.num_tokens)
+        return descriptor
 
-        setattr(runner, v1, determined)
-    elif manager is not None:
-        dispatch = manager.dispatch
-
-        def dispatched(*args: Any, **kwargs: Any) -> Any:
-            descriptor = dispatch(*args, **kwargs)
-            rows.append(descriptor.num_tokens)
-            return descriptor
-
-        manager.dispatch = dispatched
+    padding.follow(worker.model_runner, noted)

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 
 from corun.engine import compilation, gemm, settings
 from corun.engine.domain import device_name, model_shape, software
+from corun.engine.environment import usable_cpus
 from corun.engine.variables import reaching_arithmetic
 
 SEAMS = (
@@ -45,11 +46,10 @@ def _threads(args: EngineArgs) -> dict[str, Any]:
 
     The number itself is not known here: the worker compares it with the certificate's.
     """
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     names = ("OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_NUM_OF_RESERVED_CPU")
     return {
         "executor": _executor(args),
-        "cpus": os.cpu_count() if allowed is None else len(allowed),
+        "cpus": usable_cpus(),
         **{name: os.environ.get(name) for name in names},
     }
 

@@ -30,6 +30,7 @@ from corun.engine.probes import spot_check
 from corun.engine.probes.measure import measure
 from corun.engine.runner_state import RunnerState
 from corun.engine.sampling import core
+from corun.engine.scheduled import computed_before
 from corun.engine.seeds import take_seed
 from corun.plan import DECODE, PREFILL, Plan, StepShape
 
@@ -208,13 +209,10 @@ class CoRunWorkerMixin:
 
     def _prefills(self, scheduler_output: Any) -> int:
         """How many of the scheduled requests bring prompt tokens, or tokens to be recomputed."""
-        cached = scheduler_output.scheduled_cached_reqs
-        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        computed |= {n.req_id: n.num_computed_tokens for n in scheduler_output.scheduled_new_reqs}
         lens, tokens = self._corun.prompt_lens, scheduler_output.num_scheduled_tokens
         return sum(
             tokens[request_id] > 1 or done < lens.get(request_id, 0)
-            for request_id, done in computed.items()
+            for request_id, done in computed_before(scheduler_output).items()
             if request_id in tokens
         )
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
+from tiny_model import TINY
 from vllm.engine.arg_utils import EngineArgs
 
 from corun.config import CoRunConfig
@@ -15,19 +16,6 @@ from corun.engine.scheduler_limits import never_starts
 from corun.plan import Grants, Plan
 
 ISOLATE = CoRunConfig("isolate")
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture(autouse=True)
