@@ -41,6 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=int, metavar="N", help="full engine restarts; default 2, quick 1"
     )
+    parser.add_argument(
+        "--restart-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="as --engine-arg, for the engines after a restart: does a setting reach the bits?",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the workload; default 0")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -119,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         quick=args.quick,
         random_weights=args.random_weights,
         engine_args=engine_args(args),
+        restart_args=parse_engine_args(args.restart_arg),
     )
     report = verify(options, progress=not args.no_progress)
     if args.json:

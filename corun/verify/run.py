@@ -32,7 +32,7 @@ class VerifyOptions:
     request (default 48; quick 16). rows: max_num_seqs (default 32 on a CPU, 256 on a GPU).
     restarts: full restarts of the engine (default 2, quick 1; none for the paper's suite, which has
     none). seed: of the adversarial workload. quick: fewer and shorter requests. engine_args:
-    further keywords of vLLM's LLM.
+    further keywords of vLLM's LLM. restart_args: others for the engines after the first.
     """
 
     model: str
@@ -45,10 +45,13 @@ class VerifyOptions:
     quick: bool = False
     random_weights: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    restart_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.suite not in SUITES:
             raise ValueError(f"no suite {self.suite!r}; there are {', '.join(SUITES)}")
+        if self.restart_args and self.engines == 1:
+            raise ValueError("settings for restarts, but no restart; raise --restarts")
         for name, least in (("max_tokens", 1), ("rows", 1), ("restarts", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -114,8 +117,11 @@ class _Verification:
             "quick": options.quick,
             "random_weights": options.random_weights,
             "engine_args": {name: _plain(value) for name, value in args.items()},
+            "restart_args": {name: _plain(v) for name, v in options.restart_args.items()},
         }
         for number in range(1, options.engines + 1):
+            if number == 2:
+                args |= options.restart_args
             llm = open_engine(
                 options.model, self.config, random_weights=options.random_weights, **args
             )
@@ -235,7 +241,7 @@ class _Verification:
         if audit.domain != self.report.domain:
             self.report.failures.append(
                 f"engine {number} is of another domain ({audit.domain}) than the first "
-                f"({self.report.domain}), although nothing was changed"
+                f"({self.report.domain}): their outputs are not comparable"
             )
 
 

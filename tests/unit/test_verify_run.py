@@ -37,7 +37,7 @@ def started(monkeypatch):
     def open_engine(model, config, *, random_weights, **args):
         assert config.strict is False
         engines.append(made[len(engines)]())
-        engines[-1].closed = False
+        engines[-1].closed, engines[-1].args = False, args
         return engines[-1]
 
     def close_engine(llm):
@@ -167,6 +167,15 @@ def test_a_request_refused_only_beside_others_breaks_the_contract(started):
     assert report.comparison.token_values > report.comparison.token_values_equal
 
 
+def test_restarted_engines_may_have_other_settings(started):
+    given = {"engine_args": {"max_model_len": 512}, "restart_args": {"max_num_batched_tokens": 128}}
+    report, _ = go(started, good, good, **given)
+    first = {"max_num_seqs": 16, "max_model_len": 512}
+    assert [llm.args for llm in started[0]] == [first, first | given["restart_args"]]
+    assert report.settings["engine_args"] == first
+    assert report.settings["restart_args"] == given["restart_args"]
+
+
 def test_a_request_refused_alone_is_left_out_and_said(started):
     report, text = go(
         started, lambda: good(refuse=lambda name, _: name == "paper-2"), suite="paper"
@@ -183,7 +192,8 @@ def test_nothing_compared_is_not_kept(started):
 
 def test_options_are_checked():
     config = CoRunConfig()
-    for wrong in ({"suite": "none"}, {"max_tokens": 0}, {"rows": 0}, {"restarts": -1}):
+    unused = {"restarts": 0, "restart_args": {"seed": 1}}
+    for wrong in ({"suite": "none"}, {"max_tokens": 0}, {"rows": 0}, {"restarts": -1}, unused):
         with pytest.raises(ValueError):
             VerifyOptions("m", config, **wrong)
     assert VerifyOptions("m", config).engines == 3
