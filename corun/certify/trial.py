@@ -19,6 +19,10 @@ class TrialBench:
 
     run: see ``Run``. sizes: tokens of each sequence. Sequences are prefilled whole and alone at
     place HOME, where everything else finds what comes before it; chunks run at SCRATCH.
+
+    A row that was computed otherwise than by that prefill may leave other KV behind. Once a trial
+    shows a difference, its property is refuted, is not tried again, and the sequences that it
+    touched are prefilled anew: what it left behind must not speak against another property.
     """
 
     def __init__(self, operation: str, run: Run, sizes: list[int]) -> None:
@@ -27,7 +31,7 @@ class TrialBench:
         last = [Piece(i, n - 1, n) for i, n in enumerate(sizes)]
         self._decode = {p.sequence: bits(run((p,), HOME)[0]) for p in last if p.start > 0}
         self._sizes = sizes
-        self._wrong: dict[str, list[tuple[torch.Tensor | int, str]]] = {}
+        self._wrong: dict[str, str] = {}
         self._values: dict[str, int] = {}
         self._trials: dict[str, int] = {}
 
@@ -39,6 +43,8 @@ class TrialBench:
         """
         started = time.perf_counter()
         for trial in trials:
+            if trial.name in self._wrong:
+                continue
             enough = self._values.get(trial.name, 0) >= MIN_VALUES
             if enough and time.perf_counter() - started > budget_s:
                 continue
@@ -47,15 +53,25 @@ class TrialBench:
 
     def _one(self, trial: Trial) -> None:
         self._trials[trial.name] = self._trials.get(trial.name, 0) + 1
+        place = SCRATCH if trial.name == "chunks" else HOME
+        counts: list[tuple[torch.Tensor | int, Step, Piece]] = []
         for step in trial.steps:
-            place = SCRATCH if trial.name == "chunks" else HOME
             for piece, rows in zip(step, self._run(step, place), strict=True):
-                expected = self._expected(piece, trial.decode)
                 found = bits(rows)
                 self._values[trial.name] = self._values.get(trial.name, 0) + found.numel()
-                self._wrong.setdefault(trial.name, []).append(
-                    (mismatches(found, expected), _words(trial, step, piece, self._sizes))
-                )
+                wrong = mismatches(found, self._expected(piece, trial.decode))
+                counts.append((wrong, step, piece))
+        for wrong, step, piece in counts:
+            if int(wrong):
+                words = _words(trial, step, piece, self._sizes)
+                self._wrong[trial.name] = f"{int(wrong)} values of {words}"
+                self._restore({p.sequence for step in trial.steps for p in step})
+                return
+
+    def _restore(self, sequences: set[int]) -> None:
+        """Prefill them whole and alone at HOME, as at first."""
+        for i in sorted(sequences):
+            self._run((Piece(i, 0, self._sizes[i]),), HOME)
 
     def _expected(self, piece: Piece, decode: bool) -> torch.Tensor:
         last = piece.tokens == 1 and piece.stop == self._sizes[piece.sequence]
@@ -64,8 +80,7 @@ class TrialBench:
         return self._prefill[piece.sequence][piece.start : piece.stop]
 
     def _claim(self, name: str) -> StepClaim:
-        counts = [(int(wrong), words) for wrong, words in self._wrong[name]]
-        example = next((f"{wrong} values of {words}" for wrong, words in counts if wrong), None)
+        example = self._wrong.get(name)
         if example is None and self._values[name] < MIN_VALUES:
             example = f"only {self._values[name]} values could be compared, not {MIN_VALUES}"
         return StepClaim(

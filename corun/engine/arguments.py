@@ -129,8 +129,7 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
     setattr(args, _BATCHED, batched)
     plan = compilation.settle_graphs(args, plan)
     compilation.settle_passes(args)
-    if plan.constrained:
-        compilation.settle_determinism(args)
+    compilation.settle_determinism(args)
     if not args.language_model_only and not args.limit_mm_per_prompt:
         args.language_model_only = True
     args.worker_cls = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER

@@ -6,10 +6,11 @@ them it waits for the host (55 ms where the GPU needs 17, Qwen3-30B-A3B on an H2
 depends on the prefill's own length only. ``cudagraph_mode=FULL_DECODE_ONLY`` leaves them out, as in
 the paper.
 
-``certified``: vLLM's own graphs, at sizes of the certified class. There the compiler's choices are
-pinned too: what Inductor picks by timing may differ from start to start, and what it picks for the
-range of ``max_num_batched_tokens`` differs between engines, so it always compiles for the same
-range, while the scheduler's budget is what was asked for.
+``certified``: vLLM's own graphs, at sizes of the certified class. What Inductor picks for the range
+of ``max_num_batched_tokens`` differs between engines, so it always compiles for the same range,
+while the scheduler's budget is what was asked for.
+
+All policies: what Inductor would pick by timing is pinned, as it may differ from start to start.
 """
 
 from dataclasses import replace

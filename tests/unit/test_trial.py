@@ -40,6 +40,8 @@ class Attention:
             written = self.written.setdefault((piece.sequence, place), set())
             written |= set(range(piece.start, piece.stop))
             rows = self.right[piece.sequence][piece.start : piece.stop]
+            if piece.start == 0 and piece.stop == SIZES[piece.sequence] and len(step) == 1:
+                self.spoiled.discard((piece.sequence, place))  # all of its cache is new
             if len(written) < piece.stop:
                 rows = torch.full_like(rows, torch.nan)
             if piece.start > 0 and (piece.sequence, place) in self.spoiled:
@@ -134,6 +136,19 @@ def test_a_chunk_that_leaves_a_wrong_cache_behind():
 
     found = claims(Attention(spoils=spoils))
     assert {name for name, claim in found.items() if not claim.holds} == {"chunks"}
+
+
+def test_a_decode_kernel_of_its_own_does_not_speak_against_other_properties():
+    """It leaves other KV behind, which a later row would find."""
+
+    def spoils(step, piece):
+        return is_decode(piece) and piece.stop < SIZES[piece.sequence]
+
+    attention = Attention(decode_kernel, spoils=spoils)
+    found = claims(attention)
+    assert {name for name, claim in found.items() if not claim.holds} == {"decode_is_prefill"}
+    assert found["decode_is_prefill"].trials == 1  # refuted by the first
+    assert not attention.spoiled
 
 
 def test_one_wrong_bit_of_one_row_is_enough():
