@@ -10,19 +10,20 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from corun.bench import machine
+from corun.bench.cells import DEFAULT_WORKLOAD, Cell, cells
 from corun.bench.mode_child import run_child
 from corun.bench.mode_process import MODES, parse_mode
 from corun.bench.model_requests import build_for
 from corun.bench.records import read_run
 from corun.bench.requests import RequestSet
 from corun.bench.run_child import Item, Spec
-from corun.bench.workload import WORKLOADS, parse_arrivals, parse_workload
+from corun.bench.workload import WORKLOADS
 from corun.jobs.files import write_json
 
 CHILD = "corun.bench.run_child"
@@ -38,11 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modes", default="std,bi,isolate", help=f"with commas, of {', '.join(MODES)}"
     )
-    parser.add_argument("--workloads", default="1024/128", help=f"with commas: {WORKLOADS}")
+    parser.add_argument("--workloads", help=f"with commas: {WORKLOADS}; default {DEFAULT_WORKLOAD}")
     parser.add_argument(
         "--arrivals", default="all", help="with commas: all, closed:N, poisson:RATE; default all"
     )
     parser.add_argument("--count", type=int, default=300, help="requests of a workload")
+    parser.add_argument(
+        "--cell",
+        action="append",
+        default=[],
+        metavar="'WORKLOAD ARRIVALS COUNT'",
+        help="a workload under one kind of arrivals with a number of requests of its own, as in "
+        "'1024/128 closed:8 24' (24x2: in 2 repeats); repeatable, with or without --workloads",
+    )
     parser.add_argument(
         "--repeats", type=int, default=2, help="runs of each, in other orders; default 2"
     )
@@ -109,39 +118,26 @@ def run(args: argparse.Namespace) -> int:
 
     check_model(args.model)
     modes = [parse_mode(mode) for mode in args.modes.split(",")]
-    arrivals = [parse_arrivals(text).name for text in args.arrivals.split(",")]
-    workloads = [parse_workload(text) for text in args.workloads.split(",")]
-    if args.repeats < 1:
-        raise ValueError("--repeats must be 1 or more")
+    chosen = cells(args.workloads, args.arrivals, args.count, args.repeats, args.cell)
     engine_args = _engine_args(args)
-    sets = [
-        build_for(
-            args.model,
-            workload,
-            count=args.count,
-            seed=args.seed,
-            max_model_len=args.max_model_len,
-        )
-        for workload in workloads
-    ]
+    sets = _request_sets(args, chosen)
     directory = Path(args.out)
-    plan = _plan(args, engine_args, sets)
-    _claim(directory, plan, fresh=args.fresh)
-    files = {}
-    for made in sets:
-        files[made.workload] = directory / "requests" / f"{_plain(made.workload)}.json"
-        made.save(files[made.workload])
+    _claim(directory, _plan(args, engine_args, sets), fresh=args.fresh)
+    files = {cell: _requests_file(directory, cell) for cell in chosen}
+    for cell, made in sets.items():
+        made.save(files[cell])
     outcome = Outcome()
-    for process in processes(modes, args.repeats, one_engine=args.one_engine):
+    repeats = max(cell.repeats for cell in chosen)
+    for process in processes(modes, repeats, one_engine=args.one_engine):
         items = []
-        for made in sets:
-            for arrival in arrivals:
-                for repeat in process.repeats:
-                    out = directory / run_file(process.mode, made.workload, arrival, repeat)
-                    if _is_kept(out, made.digest):
-                        outcome.kept += 1
-                        continue
-                    items.append(Item(str(files[made.workload]), arrival, repeat, repeat, str(out)))
+        for cell, made in sets.items():
+            for repeat in (r for r in process.repeats if r < cell.repeats):
+                name = run_file(process.mode, made.workload, cell.arrivals, repeat)
+                if _is_kept(directory / name, made.digest):
+                    outcome.kept += 1
+                    continue
+                out = str(directory / name)
+                items.append(Item(str(files[cell]), cell.arrivals, repeat, repeat, out))
         if items and process.mode not in outcome.failed:
             _execute(_spec(args, process.mode, engine_args, items), args.timeout, outcome)
     print(f"{outcome.made} runs made, {outcome.kept} kept from before, in {directory}")
@@ -149,6 +145,25 @@ def run(args: argparse.Namespace) -> int:
     for mode, why in outcome.failed.items():
         print(f"{mode} failed: {why}", file=sys.stderr)
     return 2 if outcome.failed else 0
+
+
+def _request_sets(args: argparse.Namespace, chosen: Sequence[Cell]) -> dict[Cell, RequestSet]:
+    """The request set of each cell; cells of one workload and count share one."""
+    built: dict[tuple[str, int], RequestSet] = {}
+    for cell in chosen:
+        if (key := (cell.workload.name, cell.count)) not in built:
+            built[key] = build_for(
+                args.model,
+                cell.workload,
+                count=cell.count,
+                seed=args.seed,
+                max_model_len=args.max_model_len,
+            )
+    return {cell: built[cell.workload.name, cell.count] for cell in chosen}
+
+
+def _requests_file(directory: Path, cell: Cell) -> Path:
+    return directory / "requests" / f"{_plain(cell.workload.name)}-{cell.count}.json"
 
 
 def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
@@ -168,9 +183,9 @@ def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(
-    args: argparse.Namespace, engine_args: dict[str, Any], sets: Sequence[RequestSet]
+    args: argparse.Namespace, engine_args: dict[str, Any], sets: Mapping[Cell, RequestSet]
 ) -> dict[str, Any]:
-    """What every run in a directory has in common. Modes and workloads may be added later."""
+    """What every run in a directory has in common. Modes and cells may be added later."""
     return {
         "format": "corun-bench-plan/1",
         "model": args.model,
@@ -182,7 +197,7 @@ def _plan(
         "random_weights": args.random_weights,
         "engine_args": engine_args,
         "versions": machine.versions(),
-        "requests": {made.workload: made.digest for made in sets},
+        "requests": {cell.name: made.digest for cell, made in sets.items()},
     }
 
 
@@ -201,7 +216,7 @@ def _claim(directory: Path, plan: dict[str, Any], *, fresh: bool) -> None:
         changed = [
             name for name in {*held, *asked} - {"requests"} if held.get(name) != asked.get(name)
         ]
-        changed += [w for w, d in held.get("requests", {}).items() if asked["requests"][w] != d]
+        changed += [c for c, d in held.get("requests", {}).items() if asked["requests"][c] != d]
         if changed:
             raise ValueError(
                 f"{directory} holds results of another benchmark ({', '.join(sorted(changed))} "

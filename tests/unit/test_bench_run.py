@@ -106,6 +106,7 @@ def test_another_benchmarks_directory_is_refused(model, tmp_path, made):
     for flags, word in (
         (["--temperature", "0"], "temperature"),
         (["--count", "3"], "8/4"),
+        (["--cell", "8/4 closed:1 3", "--count", "3"], "8/4 all"),
         (["--seed", "1"], "seed"),
         (["--engine-arg", "block_size=32"], "engine_args"),
     ):
@@ -115,6 +116,21 @@ def test_another_benchmarks_directory_is_refused(model, tmp_path, made):
     assert len(list(out.glob("run-*.json"))) == 8
     bench_run.run(parse(model, out, "--temperature", "0", "--fresh"))
     assert len(list(out.glob("run-*.json"))) == 4
+
+
+def test_cells_have_counts_of_their_own(model, tmp_path, made):
+    out = tmp_path / "out"
+    bench_run.run(parse(model, out, "--cell", "8/4 closed:1 1x1", "--cell", "8/4 closed:2 2"))
+    assert len(list(out.glob("run-8_4-closed_1-std-*.json"))) == 1
+    assert len(list(out.glob("run-8_4-closed_2-std-*.json"))) == 2
+    counts = {}
+    for item in made[0].items:
+        requests = json.loads(Path(item.requests).read_text())["requests"]
+        counts.setdefault(item.arrivals, set()).add(len(requests))
+    assert counts == {"all": {2}, "closed:1": {1}, "closed:2": {2}}
+    plan = json.loads((out / "plan.json").read_text())["requests"]
+    assert set(plan) == {"8/4 all", "8/4 closed:1", "8/4 closed:2"}
+    assert plan["8/4 all"] == plan["8/4 closed:2"] != plan["8/4 closed:1"]
 
 
 def test_a_damaged_run_file_is_not_taken_for_a_result(model, tmp_path, made):
