@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from markers import fill_file
+from readme_bench import bench_tables
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"
@@ -247,6 +248,7 @@ def parts(directory: Path) -> dict[str, str]:
     certificates = certificate_table(records_of(directory, "certify"))
     verified = verify_table(records_of(directory, "verify"))
     return {
+        "bench": bench_tables(directory, RESULTS),
         "throughput": throughput_table(records_of(directory, "throughput")),
         "certificates": f"{certificates}\n\nWhat `corun verify` found:\n\n{verified}",
     }
