@@ -206,6 +206,7 @@ def check_config(vllm_config: Any, settled: Settled) -> None:
         scheduler.scheduler_cls = SCHEDULER
     if vllm_config.cache_config.enable_prefix_caching and not plan.grants.prefix_cache:
         raise ValueError("vLLM turned prefix caching on again; CoRun cannot run with it")
+    compilation.settle_autotune(vllm_config)
     compilation.check(vllm_config.compilation_config, plan)
 
 

@@ -28,6 +28,7 @@ SEAMS: tuple[tuple, ...] = (
     ("vllm.config", "CompilationMode.VLLM_COMPILE"),
     ("vllm.config", "CompilationConfig.cudagraph_capture_sizes"),
     ("vllm.config", "CompilationConfig.inductor_compile_config"),
+    ("vllm.config", "KernelConfig.enable_flashinfer_autotune"),
 )
 
 # Sizes that are captured where vLLM's own default list is not certified throughout.
@@ -148,6 +149,11 @@ def settle_determinism(args: EngineArgs) -> None:
     for name, value in PINNED_INDUCTOR.items():
         if hasattr(inductor, name):  # vLLM's defaults are in `given` already, as if asked for
             given[name] = value
+
+
+def settle_autotune(vllm_config: Any) -> None:
+    """Off in the finished config: vLLM turns it on by default, and it picks kernels by timing."""
+    vllm_config.kernel_config.enable_flashinfer_autotune = False
 
 
 def check(compilation: Any, plan: Plan) -> None:

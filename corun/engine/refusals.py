@@ -25,6 +25,7 @@ class Refusal:
 
 
 UNTESTED = "it has not been tested under CoRun"
+BY_TIMING = "it picks kernels by timing, which may end otherwise at the next start"
 REFUSED: tuple[Refusal, ...] = (
     Refusal("speculative_config", "accepted drafts change the shape of a step"),
     Refusal("spec_method", "accepted drafts change the shape of a step"),
@@ -47,6 +48,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("logits_processors", "CoRun cannot know whether they look at other requests' rows"),
     Refusal("quantization", UNTESTED),
     Refusal("calculate_kv_scales", "scales computed from a batch depend on its requests"),
+    Refusal("enable_flashinfer_autotune", BY_TIMING),
     Refusal("use_fp64_gumbel", "CoRun draws its own random numbers"),
     Refusal("max_num_partial_prefills", "CoRun prefills one request at a time", (None, 1)),
     Refusal(
@@ -89,5 +91,7 @@ def check(args: EngineArgs) -> None:
             continue
         if value != default(args, refusal.name):
             refuse(refusal.name, value, refusal.why)
+    if args.kernel_config.enable_flashinfer_autotune:
+        refuse("kernel_config.enable_flashinfer_autotune", True, BY_TIMING)
     if args.kv_cache_dtype not in ("auto", "bfloat16", "float16"):
         refuse("kv_cache_dtype", args.kv_cache_dtype, UNTESTED)

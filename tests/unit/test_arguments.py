@@ -69,6 +69,7 @@ def test_defaults_are_one_domain_on_every_entry_point(model):
         ("quantization", "fp8"),
         ("kv_cache_dtype", "fp8"),
         ("use_fp64_gumbel", True),
+        ("enable_flashinfer_autotune", True),
         ("scheduler_cls", "my.Scheduler"),
         ("worker_cls", "my.Worker"),
         ("max_num_scheduled_tokens", 64),
@@ -80,6 +81,12 @@ def test_what_breaks_the_contract_is_refused_by_name(model, name, value):
         pytest.skip(f"this vLLM has no {name}")
     setattr(given, name, value)
     with pytest.raises(ValueError, match=rf"{name}=.*because"):
+        arguments.settle(given, ISOLATE)
+
+
+def test_autotuning_is_refused_in_the_kernel_config_too(model):
+    given = args(model, kernel_config={"enable_flashinfer_autotune": True})
+    with pytest.raises(ValueError, match=r"kernel_config.*timing"):
         arguments.settle(given, ISOLATE)
 
 
@@ -182,6 +189,7 @@ def test_the_whole_way_through_create_engine_config(model, monkeypatch):
     assert config.parallel_config.worker_cls == arguments.CPU_WORKER
     assert config.scheduler_config.scheduler_cls == arguments.SCHEDULER  # sync on the CPU
     assert config.cache_config.enable_prefix_caching is False
+    assert config.kernel_config.enable_flashinfer_autotune is False  # vLLM's default is on
 
 
 def test_additional_config_can_turn_the_environment_off(model, monkeypatch):
