@@ -22,7 +22,7 @@ from corun.contract import fingerprint
 from corun.jobs.files import write_json
 
 WARM_UP_TOKENS = 8
-LATER_WARM_UP = 32  # requests: what a full batch compiles is there after the first run
+LATER_WARM_UP = 32  # requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,7 @@ def execute(spec: Spec) -> None:
         watched = step_watch.watch(llm)
         for number, item in enumerate(spec.items):
             loaded = requests.load(item.requests)
-            most = min(spec.rows, LATER_WARM_UP) if number else spec.rows
-            warmed = _warm_up(llm, spec, loaded.requests[:most])
+            warmed = _warm_up(llm, spec, loaded.requests, first=number == 0)
             watched.clear()
             driven = drive(
                 llm.llm_engine,
@@ -134,12 +133,19 @@ def _params(request: BenchRequest, spec: Spec, max_tokens: int | None = None) ->
     )
 
 
-def _warm_up(llm: Any, spec: Spec, given: tuple[BenchRequest, ...]) -> float:
-    """Some of the workload's own prompts at once, for a few tokens; the seconds it took."""
+def _warm_up(llm: Any, spec: Spec, given: tuple[BenchRequest, ...], *, first: bool) -> float:
+    """Some of the workload's own prompts at once; the seconds it took.
+
+    first: a full batch and whole answers, so that decode passes through every number of rows, and
+    kernels that are compiled when first used are. Else a short one.
+    """
     began = time.perf_counter()
+    most, tokens = (spec.rows, None) if first else (LATER_WARM_UP, WARM_UP_TOKENS)
     few = [
-        BenchRequest(f"warm-{r.id}", r.prompt_token_ids, min(WARM_UP_TOKENS, r.max_tokens), r.seed)
-        for r in given
+        BenchRequest(
+            f"warm-{r.id}", r.prompt_token_ids, min(tokens or r.max_tokens, r.max_tokens), r.seed
+        )
+        for r in given[: min(most, spec.rows)]
     ]
     drive(llm.llm_engine, few, Arrivals("all"), lambda request: _params(request, spec))
     return time.perf_counter() - began
