@@ -181,6 +181,8 @@ def certificate_table(records: Records) -> str:
             ", ".join(allowed) or "none",
         )
         lines.append(_row(cells))
+    if notes := [f"- {_certified_model(r)}: {r['note']}." for r in records.values() if "note" in r]:
+        lines += ["", *notes]
     lines += [
         "",
         "Shape classes: how many sets of row counts with equal bits each operation has, among the "

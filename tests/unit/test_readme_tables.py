@@ -108,6 +108,8 @@ def test_a_certificate_is_told_in_one_line():
     )
     engine["equal"] = False
     assert "20 logprobs: differ |" in readme_tables.certificate_table(given)
+    given["d.json"]["note"] = "beside others"
+    assert "\n- M: beside others.\n" in readme_tables.certificate_table(given)
 
 
 def test_a_verification_is_told_in_one_line():
