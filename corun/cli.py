@@ -5,6 +5,7 @@ with one message on stderr; ``CORUN_DEBUG=1`` shows the traceback instead.
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -87,6 +88,24 @@ def _parsers(chosen: str | None) -> _Parsers:
     return _Parsers(parser, own, module)
 
 
+def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Every long flag of `parser` and of the subcommands below it."""
+    for action in parser._actions:  # argparse has no public list
+        yield from (flag for flag in action.option_strings if flag.startswith("--"))
+        if isinstance(action, argparse._SubParsersAction):
+            for sub in action.choices.values():
+                yield from _flags(sub)
+
+
+def _close_flags(unknown: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """For each unknown flag the one of `parser` that it resembles most, if any does."""
+    known = set(_flags(parser))
+    typed = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+    # In the order of the alphabet, so that equally close ones give the same answer every time.
+    close = (difflib.get_close_matches(flag, sorted(known), n=1) for flag in typed)
+    return [flag for found in close for flag in found]
+
+
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModuleType]:
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
     parsers = _parsers(chosen)
@@ -101,7 +120,9 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, ModuleType]:
         given = [a for a in given if not a.startswith("--help=")]
     args, unknown = parsers.all.parse_known_args(given)
     if unknown and not getattr(module, "PASS_THROUGH", False):
-        parsers.own.error(f"unrecognized arguments: {' '.join(unknown)}")
+        meant = _close_flags(unknown, parsers.own)
+        hint = f" (did you mean {' and '.join(meant)}?)" if meant else ""
+        parsers.own.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     args.rest = unknown + passed
     assert module is not None  # argparse has exited unless a command was chosen
     return args, module

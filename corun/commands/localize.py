@@ -5,6 +5,7 @@ import argparse
 from corun.commands.model_names import check_model
 from corun.commands.verify import add_model_arguments, engine_args
 from corun.config import CoRunConfig
+from corun.starting import say_starting
 
 QUIET = True
 
@@ -37,18 +38,18 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     from corun.verify.localize import LocalizeOptions, localize, print_findings
 
-    report = localize(
-        LocalizeOptions(
-            model=args.model,
-            config=CoRunConfig(policy=args.policy or "off"),
-            rows=args.rows,
-            max_tokens=args.max_tokens,
-            requests=args.requests,
-            seed=args.seed,
-            random_weights=args.random_weights,
-            engine_args=engine_args(args),
-        )
+    options = LocalizeOptions(
+        model=args.model,
+        config=CoRunConfig(policy=args.policy or "off"),
+        rows=args.rows,
+        max_tokens=args.max_tokens,
+        requests=args.requests,
+        seed=args.seed,
+        random_weights=args.random_weights,
+        engine_args=engine_args(args),
     )
+    say_starting("localize")
+    report = localize(options)
     if args.json:
         from corun.jobs.files import write_json
 

@@ -12,6 +12,7 @@ from corun.jobs.lines import BadLine, Job
 from corun.jobs.partial import Header, Partial, difference
 from corun.list_seeds import member_seed
 from corun.seeds import child_seed, draw_seed
+from corun.starting import say_starting
 
 
 def line_params(job: Job, base_seed: int) -> dict[str, Any]:
@@ -127,6 +128,7 @@ class JobRun:
         """Answer what is not done; returns the engine's report (None without CoRun)."""
         from corun.engine.offline import OfflineEngine
 
+        say_starting("generate")
         engine = OfflineEngine(self.engine_args)
         header = self._begin(engine.domain())
         done = self.partial.done

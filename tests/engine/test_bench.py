@@ -30,11 +30,11 @@ def parse(model, out, *flags):
 
 
 @pytest.fixture(scope="module")
-def results(model_path, tmp_path_factory):
+def results(shallow_model, tmp_path_factory):
     """A benchmark that was killed after its first run file, and then run again to its end."""
     out = tmp_path_factory.mktemp("bench") / "results"
     code = "import sys; from corun.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "bench", "run", model_path, "--out", str(out), *FLAGS]
+    command = [sys.executable, "-c", code, "bench", "run", shallow_model, "--out", str(out), *FLAGS]
     first = subprocess.Popen(command, env=environment("std"), start_new_session=True)
     deadline = time.monotonic() + 240
     while not any(out.glob("run-*.json")) and time.monotonic() < deadline:
@@ -44,7 +44,7 @@ def results(model_path, tmp_path_factory):
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
     before = {path.name: path.read_bytes() for path in out.glob("run-*.json")}
-    status = bench_run.run(parse(model_path, out))
+    status = bench_run.run(parse(shallow_model, out))
     return out, before, status
 
 

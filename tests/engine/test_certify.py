@@ -64,7 +64,7 @@ def test_a_certificate_is_found_again_and_no_other_is_taken(certified, model_pat
 
 def answers(llm, prompts):
     params = SamplingParams(
-        temperature=0.6, seed=7, max_tokens=64, logprobs=2, ignore_eos=True, detokenize=False
+        temperature=0.6, seed=7, max_tokens=32, logprobs=2, ignore_eos=True, detokenize=False
     )
     found = []
     for output in llm.generate(prompts, params, use_tqdm=False):
@@ -75,27 +75,31 @@ def answers(llm, prompts):
     return found
 
 
-SHORT = {**BF16, "max_model_len": 512}
+SHORT = {**BF16, "max_model_len": 384}
 SHARED = "The quick brown fox jumps over the lazy dog. " * 14
 PROMPTS = [SHARED + f"Question {i}: " + "why? " * (7 * i % 20) for i in range(8)]
 
 
 @pytest.fixture(scope="module")
 def played(certified, model_path):
-    """Answers alone, in a crowd and in another order, of an engine with room for few tokens."""
-    llm = open_engine(model_path, CoRunConfig("auto"), **SHORT, num_gpu_blocks_override=22)
+    """Answers alone, in a crowd and in another order, of an engine with room for few tokens.
+
+    Then, of the same engine, the prompt logprobs of one prompt, asked for twice.
+    """
+    llm = open_engine(model_path, CoRunConfig("auto"), **SHORT, num_gpu_blocks_override=15)
     try:
         alone = [answers(llm, [prompt])[0] for prompt in PROMPTS]
         crowd = answers(llm, PROMPTS)
         again = answers(llm, PROMPTS[::-1])[::-1]
-        return alone, crowd, again, llm.collective_rpc("corun_report")[0]
+        report = llm.collective_rpc("corun_report")[0]
+        return alone, crowd, again, report, prompt_logprobs(llm)
     finally:
         close_engine(llm)
 
 
 def test_auto_caches_mixes_and_preempts_and_keeps_every_bit(played):
     """Room for fewer tokens than eight requests need: some lose their KV cache half-way."""
-    alone, crowd, again, report = played
+    alone, crowd, again, report, _ = played
     print(f"compared {sum(len(t) + len(b) for t, b in alone) * 2} values")
     assert crowd == alone and again == alone
     assert report["plan"]["policy"] == "certified"
@@ -105,7 +109,7 @@ def test_auto_caches_mixes_and_preempts_and_keeps_every_bit(played):
 
 
 def test_an_engine_of_other_sizes_is_in_the_same_domain_and_gives_the_same_bits(played, model_path):
-    alone, _, _, report = played
+    alone, _, _, report, _ = played
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 33}
     llm = open_engine(model_path, CoRunConfig("auto"), **{**SHORT, **sizes})
     try:
@@ -120,33 +124,35 @@ def test_an_engine_of_other_sizes_is_in_the_same_domain_and_gives_the_same_bits(
     assert other_report["violation_count"] == 0
 
 
-def test_prompt_logprobs_never_start_behind_a_cache_hit(certified, model_path):
+def prompt_logprobs(llm):
+    """The bits of one prompt's logprobs, twice, and how many of its tokens were in the cache."""
+    prompt = "A new prompt: " + "the quick brown fox jumps over the lazy dog. " * 10
+    asked = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=1, skip_reading_prefix_cache=False)
+    found = []
+    for _ in range(2):
+        output = llm.generate([prompt], asked, use_tqdm=False)[0]
+        values = [v.logprob for step in output.prompt_logprobs[1:] for v in step.values()]
+        found.append(np.array(values, dtype=np.float32).view(np.uint32).tolist())
+    before = llm.collective_rpc("corun_report")[0]["cached_tokens"]
+    llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
+    return *found, llm.collective_rpc("corun_report")[0]["cached_tokens"] - before
+
+
+def test_prompt_logprobs_never_start_behind_a_cache_hit(played):
     """vLLM would return memory that nobody wrote for the positions behind the hit."""
-    llm = open_engine(model_path, CoRunConfig("auto"), **BF16)
-    try:
-        prompt = "The quick brown fox jumps over the lazy dog. " * 10
-        params = SamplingParams(
-            max_tokens=2, seed=1, prompt_logprobs=1, skip_reading_prefix_cache=False
-        )
-        first, second = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
-        cached = llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
-        report = llm.collective_rpc("corun_report")[0]
-    finally:
-        close_engine(llm)
-    assert cached and report["cached_tokens"] > 0  # there was a hit to be had
-    values = [
-        [v.logprob for step in output.prompt_logprobs[1:] for v in step.values()]
-        for output in (first, second)
-    ]
-    print(f"compared {len(values[0])} values")
-    bits = [np.array(v, dtype=np.float32).view(np.uint32).tolist() for v in values]
-    assert bits[0] == bits[1] and len(bits[0]) > 90
+    first, second, cached = played[-1]
+    assert cached > 0  # there was a hit to be had
+    print(f"compared {len(first)} values")
+    assert first == second and len(first) > 90
 
 
-def test_a_linear_that_is_wrong_in_one_of_500_values_is_caught(cache, model_path):
+def test_a_linear_that_is_wrong_in_one_of_500_values_is_caught(cache, shallow_model):
     """At one row count in seven; the whole model's own linear is tampered with."""
     llm = open_engine(
-        model_path, CoRunConfig("certified", certificate=MEASURE), **BF16, max_num_batched_tokens=64
+        shallow_model,
+        CoRunConfig("certified", certificate=MEASURE),
+        **BF16,
+        max_num_batched_tokens=64,
     )
 
     def tamper(worker):

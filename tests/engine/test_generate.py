@@ -109,11 +109,11 @@ def tokens(record):
 
 
 @pytest.fixture(scope="module")
-def resumed(model_path, tmp_path_factory):
+def resumed(shallow_model, tmp_path_factory):
     """The job, killed half-way and resumed; returns (records, summary, lines saved at the kill)."""
     folder = tmp_path_factory.mktemp("resumed")
     write(folder, lines())
-    process = start(model_path, folder)
+    process = start(shallow_model, folder)
     partial = folder / "out.jsonl.partial"
     try:
         until = time.monotonic() + WAIT_S
@@ -128,7 +128,7 @@ def resumed(model_path, tmp_path_factory):
         json.loads(x) for x in partial.read_bytes().splitlines(keepends=True)[1:] if x[-1:] == b"\n"
     ]
     assert 3 <= len(saved) < LINES, (folder / "log").read_text()[-3000:]
-    status, records, log = finish(model_path, folder)
+    status, records, log = finish(shallow_model, folder)
     assert status == 0, log[-3000:]
     summary = json.loads((folder / "summary.json").read_text())
     assert sorted(p.name for p in folder.iterdir()) == [
@@ -153,14 +153,31 @@ def test_resumed_output_keeps_order_and_what_was_saved(resumed):
     assert summary["domain"].startswith("corun1-")
 
 
-def test_the_reported_seeds_give_the_same_bits_in_one_go(resumed, model_path, tmp_path):
-    """Another order of lines, all of them unbroken, each with the seed that was reported."""
-    records, summary, _ = resumed
-    order = list(range(LINES))[::-1]
-    write(tmp_path, [{**lines()[i], "seed": records[i]["outputs"][0]["seed"]} for i in order])
-    status, again, log = finish(model_path, tmp_path)
+@pytest.fixture(scope="module")
+def replayed(resumed, shallow_model, tmp_path_factory):
+    """The job again, unbroken, in another order and with the seeds that were reported.
+
+    Behind it the three samples of line 5, each by its own seed with n=1, between lines that fail.
+    Returns (records of the job, records behind it, log).
+    """
+    folder = tmp_path_factory.mktemp("replayed")
+    records, _, _ = resumed
+    job = [
+        {**line, "seed": r["outputs"][0]["seed"]} for line, r in zip(lines(), records, strict=True)
+    ]
+    alone = [{**lines()[5], "n": 1, "seed": o["seed"]} for o in records[5]["outputs"]]
+    bad = [{"prompt": 1}, {"prompt": "x", "top_p": 7}, {"prompt_token_ids": [5] * 5000}]
+    never = [{"prompt": "x", "bad_words": "y", "max_tokens": 4, "id": "fine"}]
+    write(folder, [*job[::-1], alone[0], *bad, alone[1], *never, alone[2]])
+    status, again, log = finish(shallow_model, folder, "--on-error", "skip")
     assert status == 0, log[-3000:]
-    again.sort(key=lambda r: int(r["id"].split("-")[1]))
+    return again[:LINES][::-1], again[LINES:], log.replace("\r", "\n")
+
+
+def test_the_reported_seeds_give_the_same_bits_in_one_go(resumed, replayed):
+    records, summary, _ = resumed
+    again = replayed[0]
+    assert [r["id"] for r in again] == [r["id"] for r in records]
     compared = 0
     for before, after in zip(records, again, strict=True):
         assert tokens(after) == tokens(before)
@@ -174,28 +191,20 @@ def test_the_reported_seeds_give_the_same_bits_in_one_go(resumed, model_path, tm
     assert compared > 200
 
 
-def test_a_sample_replays_alone_and_bad_lines_are_skipped(resumed, model_path, tmp_path):
-    """Each of the three samples of line 5 by its own seed with n=1, between lines that fail."""
-    records, _, _ = resumed
-    samples = records[5]["outputs"]
+def test_a_sample_replays_alone_and_bad_lines_are_skipped(resumed, replayed):
+    samples = resumed[0][5]["outputs"]
+    _, again, text = replayed
     assert len({o["seed"] for o in samples}) == 3
     assert len({o["digest"] for o in samples}) == 3
-    alone = [{**lines()[5], "n": 1, "seed": o["seed"]} for o in samples]
-    bad = [{"prompt": 1}, {"prompt": "x", "top_p": 7}, {"prompt_token_ids": [5] * 5000}]
-    never = [{"prompt": "x", "bad_words": "y", "max_tokens": 4, "id": "fine"}]
-    write(tmp_path, [alone[0], *bad, alone[1], *never, alone[2]])
-    status, again, log = finish(model_path, tmp_path, "--on-error", "skip")
-    assert status == 0, log[-3000:]
     assert ["error" in r for r in again] == [False, True, True, True, False, False, False]
-    assert again[1]["error"].startswith("line 2: ")
+    assert again[1]["error"].startswith(f"line {LINES + 2}: ")
     assert "top_p" in again[2]["error"]
     assert "1024" in again[3]["error"]
     for record, sample in zip((again[0], again[4], again[6]), samples, strict=True):
         assert record["outputs"][0]["digest"] == sample["digest"]
         assert record["outputs"][0]["seed"] == sample["seed"]
-    text = log.replace("\r", "\n")
-    assert "in.jsonl, line 2: 'prompt' must be a string" in text
-    assert "in.jsonl, line 3: " in text
+    assert f"in.jsonl, line {LINES + 2}: 'prompt' must be a string" in text
+    assert f"in.jsonl, line {LINES + 3}: " in text
 
 
 WRONG = {
@@ -205,11 +214,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_is_wrong_stops_before_the_engine(model_path, tmp_path, monkeypatch, capsys, message):
+def test_what_is_wrong_stops_before_the_engine(
+    shallow_model, tmp_path, monkeypatch, capsys, message
+):
     monkeypatch.chdir(tmp_path)
     line, flags = WRONG[message]
     write(tmp_path, [{"prompt": "x"}, line])
-    argv = ["generate", model_path, "-i", "in.jsonl", "-o", "out.jsonl", *ENGINE_FLAGS, *flags]
+    argv = ["generate", shallow_model, "-i", "in.jsonl", "-o", "out.jsonl", *ENGINE_FLAGS, *flags]
     assert cli.main(argv) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]

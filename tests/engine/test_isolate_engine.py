@@ -18,9 +18,9 @@ ROWS, CHUNK = SMALL["max_num_seqs"], 64
 
 
 @pytest.fixture(scope="module")
-def llm(model_path):
+def llm(shallow_model):
     engine = open_engine(
-        model_path, CoRunConfig("isolate"), **SMALL, max_num_batched_tokens=CHUNK, seed=0
+        shallow_model, CoRunConfig("isolate"), **SMALL, max_num_batched_tokens=CHUNK, seed=0
     )
     yield engine
     close_engine(engine)

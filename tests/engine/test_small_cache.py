@@ -14,14 +14,14 @@ BLOCKS, LONGEST = 5, 512  # one of the blocks (of 128 tokens) is vLLM's null blo
 
 
 @pytest.fixture(scope="module")
-def llm(model_path):
+def llm(shallow_model):
     settings = {
         **SMALL,
         "max_num_seqs": 4,
         "max_model_len": LONGEST,
         "num_gpu_blocks_override": BLOCKS,
     }
-    engine = open_engine(model_path, CoRunConfig("isolate"), **settings)
+    engine = open_engine(shallow_model, CoRunConfig("isolate"), **settings)
     yield engine
     close_engine(engine)
 
@@ -38,7 +38,7 @@ def answer(llm, prompts):
 
 
 def test_requests_that_must_wait_for_room_keep_their_bits(llm):
-    prompts = [f"Item {i}: " + "the long and winding road " * (8 * (i % 4)) for i in range(9)]
+    prompts = [f"Item {i}: " + "the long and winding road " * (8 * (i % 4)) for i in range(7)]
     alone = [answer(llm, [p])[0] for p in prompts]
     crowd = answer(llm, prompts)
     print(f"compared {sum(len(t) for t, _ in alone) * 2} values")

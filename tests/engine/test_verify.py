@@ -60,11 +60,12 @@ def test_plain_vllm_breaks_the_contract(model_path, tmp_path):
 
 
 def test_isolate_keeps_the_contract_in_bfloat16(model_path, tmp_path):
-    status, report = verify(model_path, tmp_path, "--policy", "isolate", "--dtype", "bfloat16")
+    flags = ("--policy", "isolate", "--dtype", "bfloat16", "--max-tokens", "10")
+    status, report = verify(model_path, tmp_path, *flags)
     assert status == 0, report["failures"]
     total = report["total"]
-    assert total["token_values"] == total["token_values_equal"] > 1200
-    assert total["logprob_values"] == total["logprob_values_equal"] > 10_000
+    assert total["token_values"] == total["token_values_equal"] > 800
+    assert total["logprob_values"] == total["logprob_values_equal"] > 7000
     assert total["first"] is None
     assert report["longest_request_tokens"] > 2000
     assert report["row_crossings"]["8"]["exercised"]

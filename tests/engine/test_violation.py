@@ -39,13 +39,13 @@ def break_the_plan(folder):
 
 
 @pytest.mark.skipif(not plugin_installed(), reason="the engine's processes would not load CoRun")
-def test_a_violation_in_the_engines_process_is_status_1(model_path, tmp_path):
+def test_a_violation_in_the_engines_process_is_status_1(shallow_model, tmp_path):
     break_the_plan(tmp_path)
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "The tide is", "max_tokens": 12}))
     unwanted = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_PLUGINS", "CORUN_DEBUG")
     environment = {k: v for k, v in os.environ.items() if k not in unwanted}
     paths = (str(tmp_path), str(Path(corun.__file__).parents[1]), os.environ.get("PYTHONPATH"))
-    command = [sys.executable, "-m", "corun.cli", "generate", model_path, "-i", "in.jsonl"]
+    command = [sys.executable, "-m", "corun.cli", "generate", shallow_model, "-i", "in.jsonl"]
     done = subprocess.run(
         [*command, "-o", "out.jsonl", "--policy", "isolate", "--max-num-seqs", "4"],
         cwd=tmp_path,

@@ -1,6 +1,7 @@
 """The server benchmark with vLLM's real client and a server that only pretends."""
 
 import argparse
+import gc
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ pytest.importorskip("vllm")
 
 from corun.bench import client, send, server
 from corun.bench.requests import BenchRequest, RequestSet, build
+from corun.bench.server_process import HOST
 from corun.bench.workload import parse_arrivals, parse_workload
 from corun.engine import bench_serve as seam
 
@@ -51,7 +53,21 @@ def fake(monkeypatch, tmp_path):
     return record
 
 
-def test_real_client_sends_the_request_set(model, fake, tmp_path, capfd):
+@pytest.fixture
+def client_here(monkeypatch):
+    """vLLM's real client, in this process: another would import vLLM anew for each load."""
+
+    def run_client(command, timeout_s):
+        assert command[:3] == [sys.executable, "-m", send.CLIENT]
+        client.main(command[3:])
+        gc.unfreeze()  # vLLM's client freezes all that there is
+
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(variable, HOST)
+    monkeypatch.setattr(send, "_run_client", run_client)
+
+
+def test_real_client_sends_the_request_set(model, fake, client_here, tmp_path, capfd):
     out = tmp_path / "results" / "server.json"
     flags = (model, f"--out={out}", "--modes=isolate", "--workloads=8/3", "--count=5")
     assert server.run(parse(*flags, "--arrivals=closed:2,poisson:50", "--warmups=0")) == 0
@@ -80,15 +96,20 @@ def test_real_client_sends_the_request_set(model, fake, tmp_path, capfd):
     assert (out.parent / "server-isolate.log").read_text().startswith("a line of the log")
 
 
-def test_vllms_own_data_sets_and_failures(model, fake, tmp_path, capfd):
+OWN_DATA = "--dataset-name random --random-input-len 6 --random-output-len 2 --num-prompts 3"
+
+
+def test_vllms_own_data_sets_in_a_process_of_the_client(model, fake, tmp_path):
     out = tmp_path / "server.json"
-    own = "--dataset-name random --random-input-len 6 --random-output-len 2 --num-prompts 3"
-    flags = ("--modes=std", "--warmups=2", f"--client-args={own}")
+    flags = ("--modes=std", "--warmups=2", f"--client-args={OWN_DATA}")
     assert server.run(parse(model, f"--out={out}", *flags)) == 0
     (entry,) = json.loads(out.read_text())["runs"]
     assert entry["result"]["completed"] == 3 and entry["requests_digest"] is None
     assert entry["report"] is None and entry["result"]["total_output_tokens"] == 6
-    unlucky = own + " --extra-body '{\"seed\": 666}'"
+
+
+def test_requests_that_fail_are_no_result(model, fake, client_here, tmp_path, capfd):
+    unlucky = OWN_DATA + " --extra-body '{\"seed\": 666}'"
     bad = tmp_path / "bad.json"
     with pytest.raises(RuntimeError, match="no mode could be measured"):
         server.run(

@@ -78,7 +78,8 @@ def test_unknown_flags_are_errors_unless_the_command_passes_them_on(command, cap
     with pytest.raises(SystemExit) as stopped:
         cli.main(["probe", "--flga", "1"])
     assert stopped.value.code == 2
-    assert "unrecognized arguments: --flga" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.endswith("unrecognized arguments: --flga 1 (did you mean --flag?)\n")
 
 
 @pytest.mark.parametrize("name", ["doctor", "verify", "certify", "localize"])
@@ -89,6 +90,28 @@ def test_after_an_unknown_flag_the_commands_own_usage_is_shown(name, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"usage: corun {name} ")
     assert error.endswith(f"corun {name}: error: unrecognized arguments: --flga\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (
+            ["verify", "m", "--restart-arg", "a=1", "--restrats=3"],
+            "--restrats=3 (did you mean --restarts?)",
+        ),
+        (["certify", "m", "--buget", "9"], "--buget 9 (did you mean --budget?)"),
+        (
+            ["bench", "run", "m", "--out", "x", "--one-engin"],
+            "--one-engin (did you mean --one-engine?)",
+        ),
+        (["doctor", "m", "--zzz"], "--zzz"),
+        (["doctor", "m", "-j"], "-j"),
+    ],
+)
+def test_a_mistyped_flag_is_answered_with_the_one_it_resembles(argv, hint, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments: {hint}\n")
 
 
 def leaves_a_note(then):

@@ -142,7 +142,9 @@ def test_every_reported_seed_replays_its_sample(generate, tmp_path):
 def test_an_interrupted_run_goes_on_with_the_same_seeds(generate, tmp_path, capsys):
     FakeEngine.crash_after = 3
     assert generate(lines=LINES) == (2, None)
-    assert "3 of 7 lines are saved" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "3 of 7 lines are saved" in message
+    assert "starting the engine" in message
     FakeEngine.crash_after, FakeEngine.submitted = None, []
     status, records = generate()
     assert status == 0
@@ -193,6 +195,7 @@ def test_another_run_is_refused(generate, tmp_path, capsys, extra, differs):
     assert f"belongs to another run (it differs in: {differs}" in message
     assert "--overwrite" in message
     assert "goes on from there" not in message
+    assert "starting the engine" not in message
     assert (tmp_path / "out.jsonl.partial").read_bytes() == before
 
 
