@@ -49,7 +49,7 @@ test-compat: setup ## the scheduler against vLLM 0.25.0 too (downloads its wheel
 	$(OFFLINE) VLLM_PLUGINS= VLLM_CACHE_ROOT=$(abspath build/vllm-0.25.0-cache) \
 		PYTHONPATH=$(VLLM_025) $(TESTS) tests/unit/test_scheduler_real.py \
 		tests/unit/test_isolate.py tests/unit/test_admission.py tests/unit/test_held.py \
-		tests/unit/test_held_real.py
+		tests/unit/test_held_real.py tests/unit/test_split_cache.py
 
 check: lint types test ## lint, types and the whole suite
 

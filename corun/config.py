@@ -2,7 +2,8 @@
 
 Sources, strongest first: keywords (``corun.LLM(corun=...)``), ``additional_config["corun"]`` (what
 ``vllm serve --additional-config`` sets), then the environment (``CORUN_POLICY``, ``CORUN_STRICT``,
-``CORUN_STEP_LOG``, ``CORUN_CERTIFICATE``). Nothing given anywhere means that CoRun stays off.
+``CORUN_STEP_LOG``, ``CORUN_CERTIFICATE``, ``CORUN_SPLIT_DECODE``). Nothing given anywhere means
+that CoRun stays off.
 """
 
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 POLICIES = ("auto", "isolate", "pack", "certified", "off")
 ENV_PREFIX = "CORUN_"
+SPLIT_POLICIES = ("certified", "auto")
 MEASURE = "measure"
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
@@ -25,24 +27,33 @@ class CoRunConfig:
     step_log: a file that receives one JSON line for each executed step; None for no log.
     certificate: a certificate's file; None for the one that ``corun certify`` keeps for this
         machine. MEASURE: start unproven, to be measured (what ``corun certify`` itself does).
+    split_decode: under ``certified``, decode long requests with a fixed-length KV split; see
+        docs/contract.md. Legal with ``certified`` and ``auto`` only.
     """
 
     policy: str = "auto"
     strict: bool = True
     step_log: str | None = None
     certificate: str | None = None
+    split_decode: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(
                 f"CoRun has no policy {self.policy!r}; choose one of {', '.join(POLICIES)}"
             )
-        if not isinstance(self.strict, bool):
-            raise ValueError(f"CoRun's 'strict' is true or false, not {self.strict!r}")
+        for name in ("strict", "split_decode"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"CoRun's {name!r} is true or false, not {value!r}")
         for name in ("step_log", "certificate"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"CoRun's {name!r} is a file's path, not {value!r}")
+        if self.split_decode and self.policy not in SPLIT_POLICIES:
+            raise ValueError(
+                f"'split_decode' works under the policies {' and '.join(SPLIT_POLICIES)} only, not "
+                f"under {self.policy!r}; take one of those, or leave split_decode off"
+            )
 
     @property
     def enabled(self) -> bool:
@@ -74,10 +85,10 @@ class CoRunConfig:
         if not policy:
             return None
         config = cls(policy=policy)
-        if strict := env.get(ENV_PREFIX + "STRICT", "").strip().lower():
-            if strict not in _TRUE | _FALSE:
-                raise ValueError(f"CORUN_STRICT is 1 or 0, not {strict!r}")
-            config = replace(config, strict=strict in _TRUE)
+        if (strict := _switch(env, "STRICT")) is not None:
+            config = replace(config, strict=strict)
+        if (split := _switch(env, "SPLIT_DECODE")) is not None:
+            config = replace(config, split_decode=split)
         if step_log := env.get(ENV_PREFIX + "STEP_LOG", "").strip():
             config = replace(config, step_log=step_log)
         if certificate := env.get(ENV_PREFIX + "CERTIFICATE", "").strip():
@@ -87,6 +98,14 @@ class CoRunConfig:
     def to_mapping(self) -> dict[str, Any]:
         """The form that travels in ``additional_config["corun"]``."""
         return asdict(self)
+
+
+def _switch(env: Mapping[str, str], name: str) -> bool | None:
+    """A variable's truth value, None where it is not set. ValueError for any other text."""
+    text = env.get(ENV_PREFIX + name, "").strip().lower()
+    if text and text not in _TRUE | _FALSE:
+        raise ValueError(f"{ENV_PREFIX}{name} is 1 or 0, not {text!r}")
+    return text in _TRUE if text else None
 
 
 def resolve(

@@ -92,6 +92,8 @@ class Plan:
     certificate: certified: the digest of the certificate that the plan rests on.
     class_of: certified: the row counts that name the classes, of a step and of what samples. Other
         classes of the same engine give other bits.
+    split_beyond: certified: decoded rows of more KV than this, and than their prompt, are split by
+        ``corun.engine.split_attention``; 0: none is.
     worker: what the worker that measured the certificate said of itself; empty without one.
     """
 
@@ -106,6 +108,7 @@ class Plan:
     certificate: str | None = None
     class_of: tuple[int, int] = (0, 0)
     prefill_rows: tuple[int, ...] = ()
+    split_beyond: int = 0
     worker: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -197,7 +200,10 @@ class Plan:
     def summary(self) -> str:
         """The shapes in a few words, for people."""
         if self.certified:
-            return f"steps of at most {self.max_prefill_tokens} tokens, at certified row counts"
+            split = f", decode split beyond {self.split_beyond} tokens" * bool(self.split_beyond)
+            return (
+                f"steps of at most {self.max_prefill_tokens} tokens, at certified row counts{split}"
+            )
         prefill = "one prompt's chunk" if self.policy == "isolate" else "whole chunks of prompts"
         return (
             f"decode steps of {self.decode_rows} rows, {prefill} of at most "

@@ -11,6 +11,7 @@ LABELS = {
     "isolate": "CoRun isolate",
     "pack": "CoRun pack",
     "certified": "CoRun certified",
+    "certified+split": "CoRun certified, split decode",
     "auto": "CoRun auto",
 }
 ABLATION = (PLAIN, "nosplit", "nosplit+prefill", "isolate")

@@ -7,13 +7,15 @@ from typing import Any
 
 import corun
 from corun.bench import mode_names
-from corun.config import POLICIES
+from corun.config import POLICIES, CoRunConfig
 
 NO_SPLIT, NO_SPLIT_PREFILL = "nosplit", "nosplit+prefill"
 """The paper's ablation between plain vLLM and ``isolate``: plain vLLM whose decode attention does
 not split KV, and the same with isolated prefills. They promise nothing."""
+SPLIT = "certified+split"
+"""``certified`` with ``split_decode``."""
 PLAIN = ("std", "bi", NO_SPLIT, NO_SPLIT_PREFILL)
-MODES = (*PLAIN, *(p for p in POLICIES if p != "off"))
+MODES = (*PLAIN, *(p for p in POLICIES if p != "off"), SPLIT)
 _RUNNERS = {"": None, "v1": "0", "v2": "1"}
 # What a mode decides for itself: a setting left over from the user's shell would blur the modes.
 _CLEARED = (
@@ -40,7 +42,15 @@ def parse_mode(text: str) -> str:
 def policy_of(mode: str) -> str:
     """CoRun's policy in `mode`: "off" in everything that is plain vLLM."""
     name = mode_names.split(mode)[0]
-    return "off" if name in PLAIN else name
+    return "off" if name in PLAIN else name.partition("+")[0]
+
+
+def config_of(mode: str, certificate: str | None) -> CoRunConfig:
+    """CoRun's settings in `mode`; certificate: a file's path, or None for the kept one."""
+    policy, split = policy_of(mode), mode_names.split(mode)[0] == SPLIT
+    if policy == "off":
+        return CoRunConfig(policy)
+    return CoRunConfig(policy, certificate=certificate or None, split_decode=split)
 
 
 def engine_args_of(mode: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from corun.bench import machine, requests
 from corun.bench.arrivals import Arrivals
 from corun.bench.drive import Driven, drive
-from corun.bench.mode_process import engine_args_of, policy_of
+from corun.bench.mode_process import config_of, engine_args_of
 from corun.bench.records import FORMAT
 from corun.bench.requests import BenchRequest
 from corun.bench.workload import parse_arrivals
@@ -63,9 +63,7 @@ def execute(spec: Spec) -> None:
     from corun.engine import step_watch
     from corun.verify.engine import close_engine, defaults, open_engine
 
-    config = CoRunConfig(policy_of(spec.mode))
-    if config.enabled and spec.certificate:
-        config = CoRunConfig(config.policy, certificate=spec.certificate)
+    config = config_of(spec.mode, spec.certificate)
     keywords = {**defaults(config, spec.rows), **spec.engine_args, **engine_args_of(spec.mode)}
     began = time.perf_counter()
     llm = open_engine(spec.model, config, random_weights=spec.random_weights, **keywords)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from corun.bench import machine, mode_names
-from corun.bench.mode_process import MODES, environment, parse_mode, policy_of
+from corun.bench.mode_process import MODES, SPLIT, environment, parse_mode, policy_of
 from corun.bench.model_requests import build_for
 from corun.bench.send import ClientError, Load, send
 from corun.bench.server_process import Server, ServerError, running
@@ -99,6 +99,8 @@ def serve_command(mode: str, args: argparse.Namespace) -> list[str]:
     command = [sys.executable, "-m", "corun.cli", "serve", args.model, "--policy", policy]
     if args.certificate and policy != "off":
         command += ["--certificate", args.certificate]
+    if mode_names.split(mode)[0] == SPLIT:
+        command.append("--split-decode")
     return command + shlex.split(args.server_args)
 
 

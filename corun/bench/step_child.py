@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corun.bench.mode_process import engine_args_of, policy_of
-from corun.config import CoRunConfig
+from corun.bench.mode_process import config_of, engine_args_of
 from corun.jobs.files import write_json
 
 
@@ -40,9 +39,7 @@ def measure(spec: Spec) -> list[dict[str, Any]]:
 
     if spec.engine_args.get("tensor_parallel_size", 1) != 1:
         raise ValueError("steps are profiled in one process; tensor_parallel_size must be 1")
-    config = CoRunConfig(policy_of(spec.mode))
-    if config.enabled and spec.certificate:
-        config = CoRunConfig(config.policy, certificate=spec.certificate)
+    config = config_of(spec.mode, spec.certificate)
     keywords = {**defaults(config, spec.rows), **spec.engine_args, **engine_args_of(spec.mode)}
     llm = open_engine(spec.model, config, random_weights=spec.random_weights, **keywords)
     entries = []

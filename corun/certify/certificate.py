@@ -163,6 +163,7 @@ class Certificate:
     rows, steps: the claims. engine: the end-to-end check, None before it ran.
     largest: the largest row count a step was tried with. seconds: time that all of it took.
     worker: what the worker that measured said of itself (``corun.engine.worker_facts``).
+    sequence: tokens of the longest sequence that attention was tried with; 0 where nobody looked.
     """
 
     domain: Mapping[str, Any]
@@ -172,6 +173,7 @@ class Certificate:
     seconds: float
     engine: EngineCheck | None = None
     worker: Mapping[str, Any] = field(default_factory=dict)
+    sequence: int = 0
 
     def holds(self, name: str) -> bool:
         """Whether a property holds for every operation that it was tried with (at least one)."""
@@ -212,8 +214,11 @@ class Certificate:
             "seconds": round(self.seconds, 3),
             "engine": self.engine.to_mapping() if self.engine else None,
         }
-        if self.worker:  # certificates of CoRun's first days have none, and keep their digests
+        # Certificates of CoRun's first days have none of these, and keep their digests.
+        if self.worker:
             mapping["worker"] = dict(self.worker)
+        if self.sequence:
+            mapping["sequence"] = self.sequence
         return mapping
 
     @classmethod
@@ -240,6 +245,7 @@ class Certificate:
                 _seconds(given["seconds"]),
                 None if given["engine"] is None else EngineCheck.from_mapping(given["engine"]),
                 dict(given.get("worker", {})),
+                _count(given.get("sequence", 0)),
             )
             if given.get("digest", made.digest) != made.digest:
                 raise ValueError("its contents were changed")

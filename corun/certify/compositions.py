@@ -49,12 +49,14 @@ class Trial:
     """Steps to run one after the other; every row of them is compared.
 
     name: one of PROPERTIES. decode: whether rows of one-token pieces are compared with the row
-    decoded alone (else with the prefill's).
+    decoded alone (else with the prefill's). anew: whether the steps compute all that they read
+    (else what comes before their pieces is what the whole prefill left).
     """
 
     name: str
     steps: tuple[Step, ...]
     decode: bool
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +159,14 @@ def _chunks(sizes: list[int], limits: Limits, thorough: bool) -> Iterator[Trial]
         size = sizes[i]
         cuts = {2, 15, 16, 17, size // 2, size - 2, *((64, 128, 129, 512) if thorough else (64,))}
         for cut in sorted(c for c in cuts if 1 < c < size - 1):
-            yield Trial("chunks", ((Piece(i, 0, cut),), (Piece(i, cut, size),)), decode=False)
+            yield Trial("chunks", ((Piece(i, 0, cut),), (Piece(i, cut, size),)), False, anew=True)
     if long:
         i, size = long[0], sizes[long[0]]
         edges = [*range(0, size - 1, max(2, size // 5)), size]
         if edges[-1] - edges[-2] < 2:
             edges.pop(-2)
         steps = tuple((Piece(i, a, b),) for a, b in itertools.pairwise(edges))
-        yield Trial("chunks", steps, decode=False)
+        yield Trial("chunks", steps, decode=False, anew=True)
 
 
 def _mixed(sizes: list[int], limits: Limits) -> Iterator[Trial]:

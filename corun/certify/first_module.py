@@ -43,12 +43,13 @@ def first_module(
     error = None
     # Without the plan steps may have rows of other classes, which would accuse the wrong module.
     compiled = certificate.domain.get("compiled_for") is not None
+    split = "split_decode" in certificate.domain
     with as_checked(certificate) as path:
         for source in (path, MEASURE) if compiled else (path,):
             report = localize(
                 LocalizeOptions(
                     model,
-                    CoRunConfig("certified", certificate=source),
+                    CoRunConfig("certified", certificate=source, split_decode=split),
                     rows=max(2, rows),
                     random_weights=random_weights,
                     engine_args=args,

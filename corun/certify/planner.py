@@ -20,17 +20,19 @@ LEAST_TOKENS = 8
 class Engine:
     """What a plan must suit: requests and tokens in a step, and whether decode replays graphs.
 
-    requests: ``max_num_seqs``. tokens: ``max_num_batched_tokens``.
+    requests: ``max_num_seqs``. tokens: ``max_num_batched_tokens``. sequence: ``max_model_len``.
     """
 
     requests: int
     tokens: int
     decode_graph: bool
+    sequence: int = 0
 
     @classmethod
     def largest(cls, certificate: Certificate) -> "Engine":
         """The largest engine that `certificate` was measured for, without graphs."""
-        return cls(max(1, certificate.sample_rows().largest), certificate.largest, False)
+        requests = max(1, certificate.sample_rows().largest)
+        return cls(requests, certificate.largest, False, certificate.sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ def plan_certified(certificate: Certificate, engine: Engine) -> Plan | str:
             f"the certificate covers steps of at most {certificate.largest} tokens, not "
             f"{engine.tokens}"
         )
+    if why := _too_long(certificate, engine):
+        return why
     if sampled.at_least(engine.requests) is None:
         return f"the LM head was certified for {sampled} rows, not {engine.requests}"
     longest = longest_step(rows, engine)
@@ -114,16 +118,21 @@ def plan_certified(certificate: Certificate, engine: Engine) -> Plan | str:
         sample_rows=sampled,
         certificate=certificate.digest,
         class_of=(rows.largest, sampled.largest),
+        split_beyond=_split_beyond(certificate),
     )
 
 
 def plan_pack(certificate: Certificate, engine: Engine) -> Plan | str:
     """The plan for ``pack``, or why there is none."""
+    if _split_beyond(certificate):
+        return "the certificate was measured with split_decode, which 'pack' does not have"
     for name in ("decode_rows", "batched_prefill"):
         if not certificate.holds(name):
             return _because(certificate, name)
     if wrong := _varies(certificate, (engine.requests, engine.tokens), (engine.requests,)):
         return wrong
+    if why := _too_long(certificate, engine):
+        return why
     return Plan(
         policy="pack",
         decode_rows=engine.requests,
@@ -152,6 +161,11 @@ def plan_isolate(certificate: Certificate, engine: Engine) -> Plan | str:
         decode_graph=engine.decode_graph,
         reason=f"no row was seen to depend on its place in decode steps of {engine.requests} rows",
     )
+
+
+def _split_beyond(certificate: Certificate) -> int:
+    """``Plan.split_beyond`` that the certificate was measured with."""
+    return int(certificate.domain.get("split_decode", {}).get("beyond", 0))
 
 
 PLANNERS = {"certified": plan_certified, "pack": plan_pack, "isolate": plan_isolate}
@@ -218,6 +232,16 @@ def _varies(certificate: Certificate, step: tuple[int, ...], sample: tuple[int, 
 
 def _place(claim: RowClaim, n: int) -> str:
     return f"{claim.name} depends on a row's place at {n} rows; choose another number"
+
+
+def _too_long(certificate: Certificate, engine: Engine) -> str | None:
+    """Why requests of the engine's length are not covered, or None."""
+    if engine.sequence <= certificate.sequence:
+        return None
+    return (
+        f"attention was tried with requests of at most {certificate.sequence} tokens, and this "
+        f"engine's may have {engine.sequence} (max_model_len)"
+    )
 
 
 def _because(certificate: Certificate, name: str) -> str:

@@ -33,6 +33,7 @@ class CertifyOptions:
     model: a model's name or directory. rows, engine_args: as for ``corun verify``. budget_s: about
     how many seconds the probes may take (default 40 on a GPU, 18 on a CPU); row counts that were
     not reached are not certified. keep: whether to keep the certificate for later starts.
+    split_decode: see ``CoRunConfig``; a certificate is for engines with it, or without.
     """
 
     model: str
@@ -40,6 +41,7 @@ class CertifyOptions:
     random_weights: bool = False
     budget_s: float | None = None
     keep: bool = True
+    split_decode: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ def certify(options: CertifyOptions, progress: bool = True) -> Certified:
     from corun.verify.engine import close_engine, open_engine
     from corun.verify.engine import defaults as engine_defaults
 
-    config = CoRunConfig("certified", certificate=MEASURE)
+    config = CoRunConfig("certified", certificate=MEASURE, split_decode=options.split_decode)
     args = {**engine_defaults(config, options.rows), **options.engine_args}
     say = _Progress(progress)
     with say.doing("starting the engine"):
@@ -98,7 +100,7 @@ def certify(options: CertifyOptions, progress: bool = True) -> Certified:
         if isinstance(plan, Plan) and _as_started(plan, engine, llm):
             llm.collective_rpc("corun_adopt", args=(plan.to_mapping(),))
             with say.doing("checking the engine"):
-                certificate = replace(certificate, engine=_check(llm, options.model))
+                certificate = replace(certificate, engine=_check(llm, options))
         seconds = time.perf_counter() - started
     finally:
         close_engine(llm)
@@ -131,13 +133,13 @@ def _check_anew(
     from corun.verify.engine import close_engine, open_engine
 
     with as_checked(certificate) as path:
-        config = CoRunConfig("certified", certificate=path)
+        config = CoRunConfig("certified", certificate=path, split_decode=options.split_decode)
         with say.doing("starting an engine under the plan"):
             llm = open_engine(options.model, config, random_weights=options.random_weights, **args)
         try:
             started = time.perf_counter()
             with say.doing("checking the engine"):
-                checked = replace(certificate, engine=_check(llm, options.model))
+                checked = replace(certificate, engine=_check(llm, options))
             return checked, time.perf_counter() - started
         finally:
             close_engine(llm)
@@ -156,15 +158,17 @@ def _blamed(
     return replace(certificate, engine=replace(check, example=f"{module}; {check.example}"))
 
 
-def _check(llm: Any, model: str) -> EngineCheck:
+def _check(llm: Any, options: CertifyOptions) -> EngineCheck:
     from vllm.platforms import current_platform
 
     from corun.verify.run import VerifyOptions, verify_open
 
-    config = CoRunConfig("certified")
+    config = CoRunConfig("certified", split_decode=options.split_decode)
     # On a CPU a thousand tokens take seconds; 'corun verify' plays everything.
     suite = "paper" if current_platform.is_cpu() else "all"
-    report = verify_open(llm, VerifyOptions(model, config, suite=suite, quick=True, restarts=0))
+    report = verify_open(
+        llm, VerifyOptions(options.model, config, suite=suite, quick=True, restarts=0)
+    )
     found = report.comparison
     if report.exit_status == CANNOT_RUN:
         raise RuntimeError(f"the engine could not be checked: {report.error or 'nothing ran'}")
@@ -193,7 +197,8 @@ def _engine_of(llm: Any) -> planner.Engine:
     scheduler = config.scheduler_config
     tokens = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     graphs = config.compilation_config.cudagraph_mode.name != "NONE"
-    return planner.Engine(scheduler.max_num_seqs, tokens, graphs)
+    longest = config.model_config.max_model_len
+    return planner.Engine(scheduler.max_num_seqs, tokens, graphs, longest)
 
 
 def _budget() -> float:

@@ -10,6 +10,7 @@ from corun.certify.compositions import PROPERTIES, Piece, Step, Trial
 from corun.certify.probe import MIN_VALUES, bits, mismatches
 
 HOME, SCRATCH = 0, 1
+_COMPANY = ("batched_prefill", "mixed")
 Run = Callable[[Step, int], list[torch.Tensor]]
 """Runs one step: (step, place of its KV cache) -> the rows of each piece, [tokens, width]."""
 
@@ -18,7 +19,8 @@ class TrialBench:
     """One operation, its reference rows, and what became of every trial.
 
     run: see ``Run``. sizes: tokens of each sequence. Sequences are prefilled whole and alone at
-    place HOME, where everything else finds what comes before it; chunks run at SCRATCH.
+    place HOME, where everything else finds what comes before it; what computes all of it anew runs
+    at SCRATCH.
 
     A row that was computed otherwise than by that prefill may leave other KV behind. Once a trial
     shows a difference, its property is refuted, is not tried again, and the sequences that it
@@ -53,13 +55,13 @@ class TrialBench:
 
     def _one(self, trial: Trial) -> None:
         self._trials[trial.name] = self._trials.get(trial.name, 0) + 1
-        place = SCRATCH if trial.name == "chunks" else HOME
+        place = SCRATCH if trial.anew else HOME
         counts: list[tuple[torch.Tensor | int, Step, Piece]] = []
         for step in trial.steps:
             for piece, rows in zip(step, self._run(step, place), strict=True):
                 found = bits(rows)
                 self._values[trial.name] = self._values.get(trial.name, 0) + found.numel()
-                wrong = mismatches(found, self._expected(piece, trial.decode))
+                wrong = mismatches(found, self._expected(trial, piece, place))
                 counts.append((wrong, step, piece))
         for wrong, step, piece in counts:
             if int(wrong):
@@ -73,11 +75,19 @@ class TrialBench:
         for i in sorted(sequences):
             self._run((Piece(i, 0, self._sizes[i]),), HOME)
 
-    def _expected(self, piece: Piece, decode: bool) -> torch.Tensor:
+    def _expected(self, trial: Trial, piece: Piece, place: int) -> torch.Tensor:
+        whole = self._prefill[piece.sequence][piece.start : piece.stop]
         last = piece.tokens == 1 and piece.stop == self._sizes[piece.sequence]
-        if decode and last and piece.start > 0:
+        if trial.decode and last and piece.start > 0:
             return self._decode[piece.sequence]
-        return self._prefill[piece.sequence][piece.start : piece.stop]
+        if trial.name in _COMPANY and piece.tokens > 1 and piece.start > 0:
+            # Whether company changes a chunk is one question; whether cutting the prompt there
+            # does, which "chunks" asks, another.
+            alone = bits(self._run((piece,), place)[0])
+            if int(mismatches(alone, whole)):
+                self._restore({piece.sequence})
+            return alone
+        return whole
 
     def _claim(self, name: str) -> StepClaim:
         example = self._wrong.get(name)

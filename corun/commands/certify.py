@@ -6,7 +6,7 @@ from pathlib import Path
 
 from corun.commands.kept import write_name
 from corun.commands.model_names import check_model
-from corun.commands.options import add_json_option
+from corun.commands.options import add_json_option, add_split_option
 from corun.commands.verify import add_engine_arguments, engine_args
 
 QUIET = True
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="about how long the probes may take; default 40, on a CPU 18",
     )
+    add_split_option(parser)
     parser.add_argument("--no-keep", action="store_true", help="do not keep the certificate")
     parser.add_argument("--no-progress", action="store_true", help="no lines about progress")
 
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
             random_weights=args.random_weights,
             budget_s=args.budget,
             keep=not args.no_keep,
+            split_decode=bool(args.split_decode),
             engine_args=engine_args(args),
         ),
         progress=not args.no_progress,

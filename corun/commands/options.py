@@ -19,6 +19,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a certificate to plan by (default: the one that 'corun certify' kept for this model)",
     )
+    add_split_option(group)
     group.add_argument(
         "--no-strict",
         action="store_const",
@@ -31,6 +32,16 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_split_option(group: Any) -> None:
+    """Add ``--split-decode`` and ``--no-split-decode`` (unset) to a parser or a group of it."""
+    group.add_argument(
+        "--split-decode",
+        action=argparse.BooleanOptionalAction,
+        help="under certified: split the KV of long requests at fixed lengths, which decodes a few "
+        "long requests faster (default: CORUN_SPLIT_DECODE, else off)",
+    )
+
+
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The CoRun settings that were given as flags, in ``CoRunConfig``'s names."""
     settings = {
@@ -38,6 +49,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Any]:
         "strict": args.strict,
         "step_log": args.step_log,
         "certificate": args.certificate,
+        "split_decode": args.split_decode,
     }
     return {name: value for name, value in settings.items() if value is not None}
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from corun.commands.model_names import check_model
-from corun.commands.options import add_json_option
+from corun.commands.options import add_json_option, add_split_option
 from corun.config import POLICIES, CoRunConfig
+from corun.starting import say_starting
 
 QUIET = True
 
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--certificate", metavar="FILE", help="a certificate to plan by; default: the kept one"
     )
+    add_split_option(parser)
     parser.add_argument("--max-tokens", type=int, metavar="N", help="output tokens; default 48")
     parser.add_argument(
         "--restarts", type=int, metavar="N", help="full engine restarts; default 2, quick 1"
@@ -115,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
         config = replace(config, policy=args.policy)
     if args.certificate:
         config = replace(config, certificate=args.certificate)
+    if args.split_decode is not None:
+        config = replace(config, split_decode=args.split_decode)
     options = VerifyOptions(
         model=args.model,
         config=config,
@@ -128,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         engine_args=engine_args(args),
         restart_args=parse_engine_args(args.restart_arg),
     )
+    say_starting("verify", shown=not args.no_progress)
     report = verify(options, progress=not args.no_progress)
     if args.json:
         from corun.jobs.files import write_json

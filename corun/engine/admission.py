@@ -15,7 +15,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from corun.engine.arguments import ASYNC_SCHEDULER, SCHEDULER
+from corun.config import resolve
+from corun.engine.refusals import ASYNC_SCHEDULER, SCHEDULER
 from corun.engine.wrap_once import wrap_once
 from corun.schedule.ledger import KVGeometry
 from corun.schedule.refusal import refusal
@@ -34,6 +35,12 @@ SEAMS = (
 SCHEDULERS = frozenset({SCHEDULER, ASYNC_SCHEDULER})
 _UTILITY = "corun_kv_geometry"  # a method of EngineCore, callable from its front ends
 _GEOMETRY = "corun_kv_geometry"  # an attribute of an InputProcessor: KVGeometry
+
+
+_SESSION = (
+    "CoRun cannot stream input into a session with split_decode: what was decoded becomes a prompt "
+    "there, whose rows are computed in another way. Send whole prompts, or leave split_decode off"
+)
 
 
 class RequestRefusedError(VLLMValidationError, ValueError):
@@ -86,6 +93,8 @@ def _asking_async(original: Callable) -> Callable:
 def _checking(original: Callable) -> Callable:
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
+        if request.resumable and resolve(self.vllm_config.additional_config).split_decode:
+            raise RequestRefusedError(_SESSION)
         geometry = getattr(self, _GEOMETRY, None)
         if geometry is not None:
             tokens = request.prompt_token_ids

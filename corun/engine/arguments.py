@@ -17,13 +17,14 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from corun.config import MEASURE, CoRunConfig, resolve
-from corun.engine import compilation, environment, gemm, refusals
+from corun.engine import compilation, environment, gemm, refusals, split_switch
 from corun.engine.choose import choose
 from corun.engine.refusals import (
     ASYNC_SCHEDULER,
+    ASYNC_SPLIT_SCHEDULER,
     CPU_WORKER,
     GPU_WORKER,
-    SCHEDULER,
+    SYNCHRONOUS,
     UNTESTED,
     refuse,
 )
@@ -96,6 +97,13 @@ def _settle_prefix_caching(args: EngineArgs, plan: Plan, changed: list[str]) -> 
     args.enable_prefix_caching = False
 
 
+def _scheduler(plan: Plan) -> str | None:
+    """The scheduler class, for asynchronous scheduling; None: vLLM's own."""
+    if not plan.grants.free:
+        return ASYNC_SCHEDULER
+    return ASYNC_SPLIT_SCHEDULER if plan.split_beyond else None
+
+
 def _switch_off(args: EngineArgs, changed: list[str]) -> None:
     for name, value in SWITCHED_OFF:
         if hasattr(args, name) and getattr(args, name) != value:
@@ -117,6 +125,7 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
     rows, tokens = _rows_and_tokens(args)
     batched = compilation.tokens_compiled_for(args, tokens, GPU_TOKENS)
     model_config = args.create_model_config()
+    config = split_switch.settle(config, args, model_config)
     plan = choose(config, args, model_config, rows, tokens, compiled_for=batched)
     if not plan.constrained:
         batched = tokens
@@ -133,11 +142,13 @@ def settle(args: EngineArgs, config: CoRunConfig) -> Settled:
     if not args.language_model_only and not args.limit_mm_per_prompt:
         args.language_model_only = True
     args.worker_cls = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
-    args.scheduler_cls = None if plan.grants.free else ASYNC_SCHEDULER
-    resolved = replace(config, policy=plan.policy)
+    args.scheduler_cls = _scheduler(plan)
+    if config.split_decode and not plan.split_beyond:
+        logger.info("CoRun: split_decode is ignored under the policy %s", plan.policy)
+    resolved = replace(config, policy=plan.policy, split_decode=bool(plan.split_beyond))
     measured = {}
     if config.certificate == MEASURE:
-        measured[SUBJECT_KEY] = subject(args, model_config, batched)
+        measured[SUBJECT_KEY] = subject(args, model_config, batched, split=config.split_decode)
     args.additional_config = {
         **(args.additional_config or {}),
         "corun": resolved.to_mapping(),
@@ -202,8 +213,8 @@ def check_config(vllm_config: Any, settled: Settled) -> None:
         scheduler.max_num_scheduled_tokens = plan.max_prefill_tokens
     if why := next(never_starts(vllm_config), None):
         raise ValueError(f"CoRun's {plan.policy} policy cannot run with {why}")
-    if not plan.grants.free and not scheduler.async_scheduling:
-        scheduler.scheduler_cls = SCHEDULER
+    if (cls := _scheduler(plan)) and not scheduler.async_scheduling:
+        scheduler.scheduler_cls = SYNCHRONOUS[cls]
     if vllm_config.cache_config.enable_prefix_caching and not plan.grants.prefix_cache:
         raise ValueError("vLLM turned prefix caching on again; CoRun cannot run with it")
     compilation.settle_autotune(vllm_config)

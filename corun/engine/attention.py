@@ -1,8 +1,9 @@
 """Seam: attention without split-KV (paper, Section IV-C); isolated prefills keep it.
 
 A split of the KV sequence is chosen from the whole batch, so a decode row's reduction order would
-depend on its co-runners. Each backend says "one split" in its own way; a backend that has no entry
-here is refused by name. Prefill steps hold one request, so their splits depend on nothing else.
+depend on its co-runners. (``corun.engine.split_attention`` splits it by the row's own length.)
+Each backend says "one split" in its own way; a backend that has no entry here is refused by name.
+Prefill steps hold one request, so their splits depend on nothing else.
 """
 
 from collections.abc import Callable
@@ -49,6 +50,8 @@ def _hold_flash_attn(builder: Any, state: RunnerState) -> None:
         metadata = build(*args, **kwargs)
         if state.one_split:
             _one_split(metadata, state.graph and not state.plan.certified, "FLASH_ATTN")
+        if state.split is not None:
+            state.split.attach(metadata)
         return metadata
 
     builder.build = held

@@ -31,6 +31,7 @@ class StepAudit:
         self.shapes: Counter[StepShape] = Counter()
         self.preempted = 0
         self.cached_tokens = 0
+        self.split_rows = 0
         self._log: TextIO | None = None
         if step_log:  # open for as long as the engine lives
             self._log = Path(step_log).open("a")  # noqa: SIM115
@@ -54,10 +55,13 @@ class StepAudit:
             violation_note.leave(message)
             raise PlanViolationError(message)
 
-    def note_reuse(self, preempted: int, cached_tokens: int) -> None:
-        """Count requests preempted by a step, and tokens that new requests found in the cache."""
+    def note_reuse(self, preempted: int, cached_tokens: int, split_rows: int = 0) -> None:
+        """Count requests preempted by a step, tokens that new requests found in the cache, and rows
+        whose KV was split (``Plan.split_beyond``).
+        """
         self.preempted += preempted
         self.cached_tokens += cached_tokens
+        self.split_rows += split_rows
 
     def report(self) -> dict[str, Any]:
         """JSON-able counts: steps of each kind, distinct shapes, violations."""
@@ -78,6 +82,7 @@ class StepAudit:
             ),
             "preempted": self.preempted,
             "cached_tokens": self.cached_tokens,
+            "split_rows": self.split_rows,
             "rows": rows,
             "violations": self.violations,
             "violation_count": self.violation_count,

@@ -10,11 +10,13 @@ from vllm.engine.arg_utils import EngineArgs
 from corun.certify import planner, store
 from corun.certify.certificate import Certificate, CertificateError
 from corun.config import MEASURE, CoRunConfig
+from corun.engine.kernels.split_config import SPLIT_BEYOND
 from corun.engine.subject import subject
 from corun.plan import Grants, Plan
 from corun.rows import Rows
 
 HOW = "make one with 'corun certify MODEL' and the same engine arguments"
+HOW_SPLIT = f"{HOW}, and --split-decode"
 
 
 def without_model(policy: str) -> tuple[str, str]:
@@ -63,7 +65,7 @@ def find(
 
     model_config, compiled_for: see ``subject``. CertificateError where it is of no use here.
     """
-    wanted = subject(args, model_config, compiled_for)
+    wanted = subject(args, model_config, compiled_for, split=config.split_decode)
     if config.certificate is None:
         return store.load(wanted)
     try:
@@ -105,9 +107,10 @@ def choose(
             grants=Grants.everything(),
             step_rows=Rows.span(1, tokens),
             sample_rows=Rows.span(1, rows),
+            split_beyond=SPLIT_BEYOND if config.split_decode else 0,
         )
-    engine = planner.Engine(rows, tokens, decode_graph=False)
-    unheld = _unheld(args, model_config)
+    engine = planner.Engine(rows, tokens, False, model_config.max_model_len)
+    unheld, how = _unheld(args, model_config), HOW_SPLIT if config.split_decode else HOW
     certificate = None if unheld else find(config, args, model_config, compiled_for)
     if certificate is not None:
         plan = planner.plan(certificate, engine, config.policy)
@@ -119,10 +122,10 @@ def choose(
     if config.policy in ("pack", "certified"):
         raise ValueError(
             f"the policy {config.policy!r} needs a certificate of this machine's shape classes, "
-            f"and there is none for this engine; {HOW}, or use 'isolate' or 'auto'"
+            f"and there is none for this engine; {how}, or use 'isolate' or 'auto'"
         )
     if config.policy == "auto":
-        reason = f"no certificate says that more shapes are safe; {HOW}"
+        reason = f"no certificate says that more shapes are safe; {how}"
     else:
         reason = "you asked for it"
     return Plan("isolate", rows, tokens, False, reason)

@@ -20,6 +20,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
 from corun.engine.refusals import refuse
+from corun.engine.split_switch import mixed_in_graph
 from corun.plan import Plan
 
 SEAMS: tuple[tuple, ...] = (
@@ -159,6 +160,11 @@ def settle_autotune(vllm_config: Any) -> None:
 def check(compilation: Any, plan: Plan) -> None:
     """ValueError where vLLM's finished compilation config departs from the plan."""
     sizes = list(compilation.cudagraph_capture_sizes or ())
+    if plan.split_beyond and mixed_in_graph(compilation.cudagraph_mode):
+        raise ValueError(
+            "vLLM would replay whole CUDA graphs for prefills, which split decode cannot be in; "
+            "leave split_decode off, or set cudagraph_mode to FULL_AND_PIECEWISE"
+        )
     if plan.certified:
         wrong = [size for size in sizes if size not in plan.step_rows]
         if wrong and compilation.cudagraph_mode.name != "NONE":

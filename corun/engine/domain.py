@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from corun.engine import settings, worker_facts
+from corun.engine.kernels.split_config import reaching_bits
 from corun.engine.seams import vllm_version
 from corun.engine.variables import reaching_arithmetic
 
@@ -160,6 +161,7 @@ def _shapes(plan: dict[str, Any], vllm_config: Any, eager: bool) -> dict[str, An
         "row_classes": plan["class_of"],
         "compiled_for": None if eager else most,
         "chunks": None if plan["grants"]["free_chunks"] else chunks,
+        **({"split_decode": reaching_bits()} if plan["split_beyond"] else {}),
     }
 
 

@@ -10,6 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from corun.certify import store
 from corun.config import CoRunConfig
+from corun.engine import split_switch
 from corun.engine.arguments import GPU_TOKENS, settle
 from corun.engine.compilation import tokens_compiled_for
 from corun.engine.domain import device_name, software
@@ -24,6 +25,7 @@ def explain(model: str, config: CoRunConfig, engine_args: Mapping[str, Any]) -> 
     """
     args = EngineArgs(model=model, **engine_args)
     with _environment_kept():
+        config = split_switch.settle(config, args, args.create_model_config())
         plan = settle(args, config).plan
         if config.certificate is not None:
             return plan, Path(config.certificate)
@@ -32,7 +34,10 @@ def explain(model: str, config: CoRunConfig, engine_args: Mapping[str, Any]) -> 
             compiled_for = args.max_num_batched_tokens
         else:
             compiled_for = tokens_compiled_for(args, plan.max_prefill_tokens, GPU_TOKENS)
-        return plan, store.path_of(subject(args, args.create_model_config(), compiled_for))
+        model_config = args.create_model_config()
+        return plan, store.path_of(
+            subject(args, model_config, compiled_for, split=config.split_decode)
+        )
 
 
 def here() -> dict[str, Any]:

@@ -7,6 +7,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 SCHEDULER = "corun.engine.scheduler.IsolateScheduler"
 ASYNC_SCHEDULER = "corun.engine.scheduler.AsyncIsolateScheduler"
+SPLIT_SCHEDULER = "corun.engine.split_cache.SplitScheduler"
+ASYNC_SPLIT_SCHEDULER = "corun.engine.split_cache.AsyncSplitScheduler"
+SYNCHRONOUS = {ASYNC_SCHEDULER: SCHEDULER, ASYNC_SPLIT_SCHEDULER: SPLIT_SCHEDULER}
 GPU_WORKER = "corun.engine.worker.CoRunGPUWorker"
 CPU_WORKER = "corun.engine.cpu_worker.CoRunCPUWorker"
 
@@ -62,7 +65,11 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("enable_trace_replay", UNTESTED),
     Refusal("watermark_config", UNTESTED),
     Refusal("enable_hc_sp", UNTESTED),
-    Refusal("scheduler_cls", "CoRun brings its own scheduler", (None, SCHEDULER, ASYNC_SCHEDULER)),
+    Refusal(
+        "scheduler_cls",
+        "CoRun brings its own scheduler",
+        (None, *SYNCHRONOUS, *SYNCHRONOUS.values()),
+    ),
     Refusal("worker_cls", "CoRun brings its own worker", (None, "auto", GPU_WORKER, CPU_WORKER)),
 )
 

@@ -1,10 +1,14 @@
 """RunnerState: what CoRun keeps on a worker's model runner, as ``runner.corun``."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from corun.plan import Plan
+
+if TYPE_CHECKING:
+    from corun.engine.split_attention import SplitAttention
 
 
 @dataclass
@@ -14,6 +18,9 @@ class RunnerState:
     plan: the shapes that steps may have.
     seeds: the 64-bit seed of every live request, by request id.
     prompt_lens: tokens in the prompt of every live request, by request id.
+    spans: the positions that the step being executed computes of each request, (begin, end) by
+        request id; None outside of steps.
+    split: what splits long decode rows; None where the plan splits none.
     decode_step: every request of the step being executed brings one token.
     padded_logits: all rows that the LM head produced in the present step, where the plan has the
         sampler see them too; the runner holds the view [:n] of it. Else None.
@@ -24,6 +31,8 @@ class RunnerState:
     plan: Plan
     seeds: dict[str, int] = field(default_factory=dict)
     prompt_lens: dict[str, int] = field(default_factory=dict)
+    spans: dict[str, tuple[int, int]] | None = None
+    split: "SplitAttention | None" = None
     decode_step: bool = False
     padded_logits: torch.Tensor | None = None
     rows: int = 0

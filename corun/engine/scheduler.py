@@ -33,6 +33,7 @@ from vllm.v1.request import Request, RequestStatus
 from corun.engine.arguments import PLAN_KEY
 from corun.engine.kv_geometry import read_geometry
 from corun.engine.scheduler_limits import breaks_policy
+from corun.engine.split_cache import SplitMixin
 from corun.plan import Grants, Plan
 from corun.schedule.held import Choice, HeldPolicy
 from corun.schedule.ledger import KVGeometry
@@ -290,9 +291,9 @@ def _arrival(request: Request) -> int:
     return request.corun_arrival
 
 
-class IsolateScheduler(HeldMixin, Scheduler):
+class IsolateScheduler(HeldMixin, SplitMixin, Scheduler):
     """vLLM's synchronous scheduler, held to its plan; to ``isolate`` where it has none."""
 
 
-class AsyncIsolateScheduler(HeldMixin, AsyncScheduler):
+class AsyncIsolateScheduler(HeldMixin, SplitMixin, AsyncScheduler):
     """vLLM's asynchronous scheduler, held to its plan; to ``isolate`` where it has none."""

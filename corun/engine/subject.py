@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from corun.engine import compilation, gemm, settings
 from corun.engine.domain import device_name, model_shape, software
 from corun.engine.environment import usable_cpus
+from corun.engine.kernels.split_config import reaching_bits
 from corun.engine.variables import reaching_arithmetic
 
 SEAMS = (
@@ -73,11 +74,13 @@ def _kernels(args: EngineArgs) -> dict[str, Any]:
     return {"config": settings.kernels(args.kernel_config), **given}
 
 
-def subject(args: EngineArgs, model_config: Any, tokens: int) -> dict[str, Any]:
+def subject(
+    args: EngineArgs, model_config: Any, tokens: int, *, split: bool = False
+) -> dict[str, Any]:
     """What a certificate for this engine speaks of, as JSON values.
 
     model_config: vLLM's, made from `args`. tokens: ``max_num_batched_tokens``; the compiler's
-    kernels may depend on it.
+    kernels may depend on it. split: whether decode is split (``CoRunConfig.split_decode``).
     """
     variables = reaching_arithmetic()
     return {
@@ -97,4 +100,5 @@ def subject(args: EngineArgs, model_config: Any, tokens: int) -> dict[str, Any]:
         "runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
         "block_size": args.block_size,
         "kv_cache_dtype": str(args.kv_cache_dtype),
+        **({"split_decode": reaching_bits()} if split else {}),
     }

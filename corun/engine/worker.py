@@ -23,6 +23,7 @@ from corun.engine import (
     lm_head,
     padding,
     settings,
+    split_attention,
 )
 from corun.engine.arguments import PLAN_KEY
 from corun.engine.audit import StepAudit
@@ -32,6 +33,7 @@ from corun.engine.runner_state import RunnerState
 from corun.engine.sampling import core
 from corun.engine.scheduled import computed_before
 from corun.engine.seeds import take_seed
+from corun.engine.split_rows import unsplit
 from corun.plan import DECODE, PREFILL, Plan, StepShape
 
 SEAMS: tuple[tuple, ...] = (
@@ -62,6 +64,7 @@ class CoRunWorkerMixin:
     """CoRun over vLLM's worker (GPU or CPU)."""
 
     _corun_audit: StepAudit | None = None
+    _corun_split: split_attention.SplitAttention | None = None
 
     def init_device(self) -> None:
         """vLLM's, after the constraint on GEMMs that a certificate was measured under."""
@@ -81,12 +84,22 @@ class CoRunWorkerMixin:
         if current_platform.is_cpu():
             domain.note_loaded(self._corun_as_loaded)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        plan = self._corun_plan
+        if plan.split_beyond:
+            self._corun_split = split_attention.SplitAttention(
+                plan.split_beyond,
+                plan.decode_rows,
+                self.device,  # type: ignore[attr-defined]
+            )
+            self._corun_split.hold_layers(self.get_model())  # type: ignore[attr-defined]
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM's, then one split for decode attention and one order for all-reduces."""
         super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
         plan, runner = self._corun_plan, self.model_runner  # type: ignore[attr-defined]
-        runner.corun = self._corun = RunnerState(plan)
+        runner.corun = self._corun = RunnerState(plan, split=self._corun_split)
+        if self._corun_split is not None:
+            self._corun_split.follow(runner, self._corun)
         self._corun_backends = attention.install(runner, self._corun)
         most = plan.decode_rows if plan.policy == "isolate" else plan.max_prefill_tokens
         collectives.install(get_tp_group(), most)
@@ -133,16 +146,22 @@ class CoRunWorkerMixin:
         state = self._corun
         state.decode_step = max(tokens.values()) == 1
         state.padded_logits, state.rows, state.graph, state.sample_rows = None, 0, False, 0
+        computed = computed_before(scheduler_output)
+        state.spans = {name: (computed[name], computed[name] + n) for name, n in tokens.items()}
         self._corun_audit.note_reuse(
             len(scheduler_output.preempted_req_ids or ()),
             sum(new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs),
+            self._split_rows(state.spans),
         )
         self._corun_pending = (
             len(tokens),
             scheduler_output.total_num_scheduled_tokens,
-            self._prefills(scheduler_output),
+            self._prefills(state.spans),
         )
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        try:
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        finally:
+            state.spans = None
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sampling, then the audit of the step that it ends."""
@@ -158,6 +177,7 @@ class CoRunWorkerMixin:
         plan = self._corun_plan.to_mapping()
         return {
             "plan": plan,
+            "one_split": self._corun_split.one_split if self._corun_split else {},
             **self._corun_audit.report(),
             "domain": domain.describe(
                 self.vllm_config,  # type: ignore[attr-defined]
@@ -207,13 +227,21 @@ class CoRunWorkerMixin:
                 new.sampling_params = new.sampling_params.clone()
                 new.sampling_params.seed = None
 
-    def _prefills(self, scheduler_output: Any) -> int:
+    def _prefills(self, spans: dict[str, tuple[int, int]]) -> int:
         """How many of the scheduled requests bring prompt tokens, or tokens to be recomputed."""
-        lens, tokens = self._corun.prompt_lens, scheduler_output.num_scheduled_tokens
+        lens = self._corun.prompt_lens
         return sum(
-            tokens[request_id] > 1 or done < lens.get(request_id, 0)
-            for request_id, done in computed_before(scheduler_output).items()
-            if request_id in tokens
+            end - begin > 1 or begin < lens.get(name, 0) for name, (begin, end) in spans.items()
+        )
+
+    def _split_rows(self, spans: dict[str, tuple[int, int]]) -> int:
+        """How many rows of the step are split."""
+        if not (beyond := self._corun_plan.split_beyond):
+            return 0
+        lens = self._corun.prompt_lens
+        return sum(
+            max(0, end - max(begin, unsplit(lens[name], beyond)))
+            for name, (begin, end) in spans.items()
         )
 
     def _audit_step(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corun.config import CoRunConfig
-from corun.verify.workload import Limits
+from corun.verify.workload import LONG_RUN, Limits
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CPU_ROWS, GPU_ROWS = 32, 256
 CPU_KV_BYTES = 2 << 30
 CPU_PLAIN_TOKENS = 32768
+_BOTH = 4  # tokens past those that split decode never splits
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -84,7 +85,16 @@ def limits_of(llm: "LLM") -> Limits:
         model_len=llm.model_config.max_model_len,
         kv_tokens=blocks * config.cache_config.block_size if blocks else None,
         has_tokenizer=tokenizer_of(llm) is not None,
+        long_run=_long_run(config.additional_config or {}),
     )
+
+
+def _long_run(additional: Mapping[str, Any]) -> int:
+    """With split decode it starts where no row is split, and ends where all are."""
+    from corun.engine.arguments import PLAN_KEY
+
+    beyond = additional.get(PLAN_KEY, {}).get("split_beyond", 0)
+    return max(LONG_RUN, beyond + _BOTH)
 
 
 def tokenizer_of(llm: "LLM") -> Any | None:

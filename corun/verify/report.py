@@ -8,7 +8,7 @@ from corun.verify.compare import Comparison, Divergence, total
 from corun.verify.workload import ROW_THRESHOLDS, Limits
 
 KEPT, BROKE, CANNOT_RUN = 0, 1, 2
-REUSE = ("mixed_steps", "preempted", "cached_tokens")
+REUSE = ("mixed_steps", "preempted", "cached_tokens", "split_rows")
 VERDICTS = {KEPT: "kept", BROKE: "broke", CANNOT_RUN: "could not run"}
 
 
@@ -53,7 +53,8 @@ class EngineAudit:
     """What CoRun's step audit said of one engine, over all its workers.
 
     steps: executed steps by kind (of one worker). violations: in words. domain: its fingerprint.
-    reuse: of REUSE, how often (mixed steps, requests preempted, prompt tokens found in the cache).
+    reuse: of REUSE, how often (mixed steps, requests preempted, prompt tokens found in the cache,
+        rows whose KV was split).
     """
 
     engine: int

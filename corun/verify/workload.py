@@ -41,13 +41,15 @@ class Limits:
     """What the engine can hold.
 
     rows: max_num_seqs. model_len: longest request in tokens. kv_tokens: tokens that the KV cache
-    holds, or None where unknown. has_tokenizer: whether the engine has one.
+    holds, or None where unknown. has_tokenizer: whether the engine has one. long_run: tokens that
+    one request is to grow past.
     """
 
     rows: int
     model_len: int
     kv_tokens: int | None
     has_tokenizer: bool
+    long_run: int = LONG_RUN
 
     def holds(self, request: Request) -> bool:
         """Whether `request` alone fits."""
@@ -177,7 +179,8 @@ class _Maker:
         if self.limits.holds(long_run):
             chosen.append(long_run)
         else:
-            left_out.append(f"a request past {LONG_RUN} tokens: longer than {self._size}")
+            past = self.limits.long_run
+            left_out.append(f"a request past {past} tokens: longer than {self._size}")
         missing = {m.name for m in mixes_for(True)} - {m.name for m in self.mixes}
         left_out += [f"{name}: needs a tokenizer" for name in sorted(missing)]
         if not chosen:
@@ -253,7 +256,7 @@ class _Maker:
         return Request(name, self.source.prompt(name, length), params)
 
     def _long_run(self) -> Request:
-        length = LONG_RUN - self.max_tokens // 2
+        length = self.limits.long_run - self.max_tokens // 2
         request = self._request("long-run", length, self.mixes[0], self.max_tokens)
         return Request(request.name, request.prompt, {**request.params, "ignore_eos": True})
 

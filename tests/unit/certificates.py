@@ -7,6 +7,7 @@ from corun.certify.compositions import PROPERTIES
 from corun.rows import Rows
 
 DOMAIN = {"model": "m", "dtype": "torch.bfloat16", "device": "d", "threads": 2, "software": {}}
+SEQUENCE = 4096
 EQUAL = EngineCheck(equal=True, tokens=256, logprobs=300)
 DIFFERS = EngineCheck(False, 256, 300, "request 3, output 7, token: 5 alone, 6 in company")
 
@@ -33,6 +34,7 @@ def certificate(*, largest=64, requests=8, broken=(), engine=EQUAL, step=None, s
         row_claim("head", sample or [range(1, requests + 1)], sampled=True),
     )
     domain = more.pop("domain", DOMAIN)
+    more.setdefault("sequence", SEQUENCE)
     return Certificate(domain, rows, tuple(step_claims(broken)), largest, 12.5, engine, **more)
 
 
@@ -77,4 +79,5 @@ def certificates(draw, largest=48, requests=12, good=False):
         missing = draw(some)
         steps += [c for c in step_claims(draw(some), operation) if c.name not in missing]
     engine = draw(st.sampled_from([None, EQUAL, DIFFERS]))
-    return Certificate(dict(DOMAIN), tuple(rows), tuple(steps), largest, 12.5, engine)
+    more = {"sequence": draw(st.sampled_from([0, SEQUENCE]))}
+    return Certificate(dict(DOMAIN), tuple(rows), tuple(steps), largest, 12.5, engine, **more)

@@ -15,6 +15,7 @@ from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig,
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import (
@@ -98,7 +99,7 @@ class Builder:
         config.scheduler_config.max_num_scheduled_tokens = None
         config.scheduler_config.long_prefill_token_threshold = threshold
         # vLLM bounds what a sliding window holds by the batches that may be under way at once.
-        config.scheduler_config.async_scheduling = cls is AsyncIsolateScheduler
+        config.scheduler_config.async_scheduling = issubclass(cls, AsyncScheduler)
         config.scheduler_config.policy = "priority" if trace.by_priority else "fcfs"
         groups = [KVCacheGroupSpec(["a"], FullAttentionSpec(**SHAPE))]
         if trace.window is not None:
@@ -148,7 +149,7 @@ class Engine:
 
     def __init__(self, made) -> None:
         self.scheduler = made
-        self.depth = 2 if isinstance(made, AsyncIsolateScheduler) else 1
+        self.depth = 2 if isinstance(made, AsyncScheduler) else 1
         self.under_way: deque = deque()
         self.may_wait = True
         self.preempted: list[str] = []

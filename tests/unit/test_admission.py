@@ -13,10 +13,12 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from corun.config import CoRunConfig
 from corun.engine import admission
 from corun.schedule.ledger import KVGeometry, KVGroup
 
 GEOMETRY = KVGeometry((KVGroup(16),), 10, 1000)
+ISOLATED = CoRunConfig("isolate")
 ISOLATE = "corun.engine.scheduler.IsolateScheduler"
 
 
@@ -64,11 +66,15 @@ def installed(monkeypatch):
     admission.install()
 
 
-def engine_of(cls, client, scheduler=ISOLATE):
+def engine_of(cls, client, scheduler=ISOLATE, config=ISOLATED):
     engine = cls.__new__(cls)
-    engine.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=scheduler))
+    engine.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(scheduler_cls=scheduler),
+        additional_config={"corun": config.to_mapping()},
+    )
     engine.engine_core = client
     engine.input_processor = InputProcessor.__new__(InputProcessor)
+    engine.input_processor.vllm_config = engine.vllm_config
     return engine
 
 
@@ -153,3 +159,14 @@ def test_installing_twice_wraps_once(installed):
     before = LLMEngine.add_request, AsyncLLM.add_request, InputProcessor.process_inputs
     admission.install()
     assert before == (LLMEngine.add_request, AsyncLLM.add_request, InputProcessor.process_inputs)
+
+
+def test_sessions_are_refused_where_decode_is_split(installed):
+    for split in (True, False):
+        engine = engine_of(LLMEngine, Client(), None, CoRunConfig("certified", split_decode=split))
+        assert engine.add_request(request_of(1)).resumable is False
+        if split:
+            with pytest.raises(admission.RequestRefusedError, match="split_decode"):
+                engine.add_request(request_of(1, resumable=True))
+        else:
+            assert engine.add_request(request_of(1, resumable=True)).resumable

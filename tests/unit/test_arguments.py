@@ -187,7 +187,7 @@ def test_the_whole_way_through_create_engine_config(model, monkeypatch):
     config = args(model, max_num_seqs=4, max_num_batched_tokens=256).create_engine_config()
     assert config.additional_config[arguments.PLAN_KEY]["decode_rows"] == 4
     assert config.parallel_config.worker_cls == arguments.CPU_WORKER
-    assert config.scheduler_config.scheduler_cls == arguments.SCHEDULER  # sync on the CPU
+    assert config.scheduler_config.scheduler_cls == refusals.SCHEDULER  # sync on the CPU
     assert config.cache_config.enable_prefix_caching is False
     assert config.kernel_config.enable_flashinfer_autotune is False  # vLLM's default is on
 

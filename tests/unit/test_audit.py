@@ -72,6 +72,9 @@ def test_reuse_is_counted():
     audit.note_reuse(1, 48)
     audit.note_reuse(0, 16)
     assert (audit.report()["preempted"], audit.report()["cached_tokens"]) == (3, 64)
+    assert audit.report()["split_rows"] == 0
+    audit.note_reuse(0, 0, 5)
+    assert audit.report()["split_rows"] == 5
 
 
 def test_a_strict_violation_leaves_a_note_for_the_front_end():

@@ -7,7 +7,8 @@ import pytest
 
 import corun
 from corun.bench import machine, mode_names
-from corun.bench.mode_process import MODES, environment, parse_mode, policy_of
+from corun.bench.mode_process import MODES, config_of, environment, parse_mode, policy_of
+from corun.config import CoRunConfig
 
 
 def test_modes_are_known_by_name_and_runner():
@@ -17,8 +18,16 @@ def test_modes_are_known_by_name_and_runner():
         with pytest.raises(ValueError, match="no mode"):
             parse_mode(bad)
     assert {policy_of(mode) for mode in ("std", "bi@v1")} == {"off"}
-    assert policy_of("certified@v1") == "certified"
+    assert policy_of("certified@v1") == policy_of("certified+split@v1") == "certified"
     assert {mode_names.split(mode)[0] for mode in MODES} >= set(mode_names.LABELS)
+
+
+def test_the_settings_of_a_mode():
+    assert config_of("std", "file.json") == CoRunConfig("off")
+    assert config_of("isolate@v1", None) == CoRunConfig("isolate")
+    assert config_of("certified", "a") == CoRunConfig("certified", certificate="a")
+    split = CoRunConfig("certified", certificate="a", split_decode=True)
+    assert config_of("certified+split@v2", "a") == split
 
 
 def test_a_mode_decides_its_own_environment():

@@ -51,6 +51,7 @@ class MeasuredLLM:
             compilation_config=SimpleNamespace(
                 cudagraph_capture_sizes=[], cudagraph_mode=SimpleNamespace(name="NONE")
             ),
+            model_config=SimpleNamespace(max_model_len=1024),
         )
         self.llm_engine = SimpleNamespace(vllm_config=config)
 

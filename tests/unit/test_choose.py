@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,12 @@ from corun.certify.certificate import CertificateError
 from corun.config import MEASURE, CoRunConfig
 from corun.engine import choose as choose_module
 from corun.engine.choose import choose, without_model
+from corun.engine.kernels.split_config import SPLIT_BEYOND
 from corun.plan import Grants
 from corun.rows import Rows
 
 ROWS, TOKENS, COMPILED = 8, 64, 8192
+SPLIT = {"beyond": SPLIT_BEYOND}
 
 
 @pytest.fixture(autouse=True)
@@ -26,9 +29,9 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setenv(store.DIRECTORY_VARIABLE, str(tmp_path / "cache"))
     seen = []
 
-    def subject(args, model_config, tokens):
+    def subject(args, model_config, tokens, *, split=False):
         seen.append(tokens)
-        return dict(DOMAIN)
+        return {**DOMAIN, "split_decode": SPLIT} if split else dict(DOMAIN)
 
     monkeypatch.setattr(choose_module, "subject", subject)
     return seen
@@ -43,9 +46,11 @@ def chosen(
     tensor_parallel=1,
     mla=False,
     eager=False,
+    split=False,
+    longest=1024,
     **compilation,
 ):
-    config = CoRunConfig(policy, certificate=named)
+    config = CoRunConfig(policy, certificate=named, split_decode=split)
     # What is read of vLLM's EngineArgs and ModelConfig beside the subject.
     args = SimpleNamespace(
         tensor_parallel_size=tensor_parallel,
@@ -54,7 +59,8 @@ def chosen(
             **{"compile_sizes": None, "compile_ranges_endpoints": None, **compilation}
         ),
     )
-    return choose(config, args, SimpleNamespace(use_mla=mla), rows, tokens, compiled_for=COMPILED)
+    model = SimpleNamespace(use_mla=mla, max_model_len=longest)
+    return choose(config, args, model, rows, tokens, compiled_for=COMPILED)
 
 
 def written(tmp_path, made):
@@ -187,3 +193,29 @@ def test_what_can_be_said_without_a_model():
     store.save(certificate())
     assert without_model("certified")[0] == "certified"
     assert "1 kept here" in without_model("pack")[1]
+
+
+def test_split_decode_needs_a_certificate_of_its_own(tmp_path):
+    made = certificate()
+    split = certificate(domain={**DOMAIN, "split_decode": SPLIT})
+    plain, other = written(tmp_path, made), str(tmp_path / "split.json")
+    Path(other).write_text(json.dumps(split.to_mapping()))
+    assert chosen("certified", plain).split_beyond == 0
+    assert chosen("certified", other, split=True).split_beyond == SPLIT_BEYOND
+    assert chosen("auto", other, split=True).split_beyond == SPLIT_BEYOND
+    for named, asked in ((plain, True), (other, False)):
+        with pytest.raises(CertificateError, match="split_decode"):
+            chosen("certified", named, split=asked)
+    assert "--split-decode" in chosen("auto", split=True).reason
+    assert chosen("auto", split=True).policy == "isolate"
+    measured = chosen("certified", MEASURE, split=True)
+    assert measured.split_beyond == SPLIT_BEYOND
+    assert chosen("certified", MEASURE).split_beyond == 0
+
+
+def test_pack_does_not_rest_on_a_certificate_of_split_decode(tmp_path):
+    split = certificate(domain={**DOMAIN, "split_decode": SPLIT}, step=[range(1, 4), [64]])
+    named = written(tmp_path, split)
+    plan = chosen("auto", named, split=True)
+    assert (plan.policy, plan.split_beyond) == ("isolate", 0)
+    assert "measured with split_decode" in plan.reason

@@ -18,6 +18,17 @@ def test_environment():
     assert resolve({}, env) == CoRunConfig("isolate", strict=False, step_log="steps.jsonl")
 
 
+def test_split_decode_from_the_environment():
+    env = {"CORUN_POLICY": "certified", "CORUN_SPLIT_DECODE": "on"}
+    assert resolve({}, env) == CoRunConfig("certified", split_decode=True)
+    assert not resolve({}, env | {"CORUN_SPLIT_DECODE": "0"}).split_decode
+    assert not resolve({}, {"CORUN_SPLIT_DECODE": "1"}).split_decode, "beside a policy only"
+    with pytest.raises(ValueError, match="CORUN_SPLIT_DECODE"):
+        CoRunConfig.from_env(env | {"CORUN_SPLIT_DECODE": "maybe"})
+    with pytest.raises(ValueError, match="'isolate'"):
+        CoRunConfig.from_env(env | {"CORUN_POLICY": "isolate"})
+
+
 def test_mapping_round_trip():
     config = CoRunConfig("isolate", strict=False, step_log="x")
     assert CoRunConfig.from_mapping(config.to_mapping()) == config
@@ -30,6 +41,10 @@ def test_mapping_round_trip():
         ({"polcy": "auto"}, "polcy"),
         ({"strict": "yes"}, "strict"),
         ({"step_log": 3}, "step_log"),
+        ({"split_decode": 1}, "split_decode"),
+        ({"policy": "isolate", "split_decode": True}, "'isolate'"),
+        ({"policy": "pack", "split_decode": True}, "'pack'"),
+        ({"policy": "off", "split_decode": True}, "'off'"),
         ("auto", "mapping"),
     ],
 )

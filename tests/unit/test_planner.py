@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from certificates import DIFFERS, certificate, certificates
+from certificates import DIFFERS, SEQUENCE, certificate, certificates
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,8 @@ MANY = settings(deadline=None, max_examples=80, suppress_health_check=[HealthChe
 @st.composite
 def engines(draw, largest=48, requests=12):
     few = draw(st.sampled_from([1, 2, 4, 8, requests]))
-    return Engine(few, draw(st.integers(few, largest)), draw(st.booleans()))
+    longest = draw(st.sampled_from([0, SEQUENCE, SEQUENCE + 1]))
+    return Engine(few, draw(st.integers(few, largest)), draw(st.booleans()), longest)
 
 
 def class_of(claim, n):
@@ -41,6 +42,7 @@ def planned(made, engine, policy):
 def test_certified_steps_are_in_one_class_of_every_operation(made, engine):
     found = planned(made, engine, "certified")
     assume(found)
+    assert engine.sequence <= made.sequence
     assert found.decode_rows == engine.requests <= found.max_prefill_tokens <= engine.tokens
     step = [c for c in made.rows if not c.sampled]
     sampled = [c for c in made.rows if c.sampled]
@@ -221,6 +223,8 @@ def test_one_property_less_is_said(broken, words):
         (certificate(), Engine(9, 64, True), "certified for 1-8 rows, not 9"),
         (certificate(broken=["decode_rows"]), ENGINE, "decode rows does not hold for attention"),
         (certificate(engine=None), ENGINE, "not checked on the loaded engine"),
+        (certificate(), Engine(8, 64, True, 4097), "at most 4096 tokens, and this engine's .*4097"),
+        (certificate(sequence=0), Engine(8, 64, True, 16), "at most 0 tokens"),
         (certificate(engine=DIFFERS), ENGINE, "request 3, output 7"),
         (certificate(step=[[64], range(1, 64)]), ENGINE, "without much padding"),
     ],
@@ -228,6 +232,11 @@ def test_one_property_less_is_said(broken, words):
 def test_why_certified_is_not_allowed(made, engine, words):
     with pytest.raises(ValueError, match=words):
         plan(made, engine, "certified")
+
+
+def test_longer_requests_than_were_tried_are_left_to_isolate():
+    assert plan(certificate(), replace(ENGINE, sequence=4096)).policy == "certified"
+    assert plan(certificate(), replace(ENGINE, sequence=4097)).policy == "isolate"  # pack neither
 
 
 def test_the_longest_step_keeps_padding_low():
@@ -285,3 +294,14 @@ def test_rows_of_a_certified_plan():
 def test_violations(held, step, word):
     found = held.violation(step)
     assert found is None if word is None else word in found
+
+
+def test_split_decode_follows_from_what_was_measured():
+    domain = {**certificate().domain, "split_decode": {"beyond": 2048}}
+    split, engine = certificate(domain=domain), Engine(8, 64, False)
+    assert plan(split, engine, "certified").split_beyond == 2048
+    assert plan(certificate(), engine, "certified").split_beyond == 0
+    assert [v.allowed for v in verdicts(split, engine)] == [True, False, True]
+    assert [v.allowed for v in verdicts(certificate(), engine)] == [True, True, True]
+    with pytest.raises(ValueError, match="split_decode"):
+        plan(split, engine, "pack")

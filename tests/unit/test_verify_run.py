@@ -7,6 +7,7 @@ import pytest
 from fake_engine import FakeEngine, FakeLLM
 from rich.console import Console
 
+from corun import cli
 from corun.commands.verify import parse_engine_args
 from corun.config import CoRunConfig
 from corun.verify import run
@@ -188,6 +189,15 @@ def test_nothing_compared_is_not_kept(started):
     report, _ = go(started, lambda: good(refuse=lambda *_: True), suite="paper")
     assert report.comparison.requests == 0
     assert report.exit_status == CANNOT_RUN
+
+
+@pytest.mark.parametrize(("flags", "shown"), [((), True), (("--no-progress",), False)])
+def test_the_command_says_that_an_engine_starts(started, tmp_path, capsys, flags, shown):
+    (tmp_path / "config.json").write_text("{}")
+    started[1][:] = [lambda: good(crash=1)]
+    assert cli.main(["verify", str(tmp_path), "--policy", "isolate", *flags]) == 2
+    assert len(started[0]) == 1
+    assert ("starting the engine" in capsys.readouterr().err) == shown
 
 
 def test_options_are_checked():

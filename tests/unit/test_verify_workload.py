@@ -2,11 +2,16 @@
 
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plans import certified
 
+from corun.engine.kernels.split_config import SPLIT_BEYOND
+from corun.rows import Rows
+from corun.verify.engine import limits_of
 from corun.verify.prompts import RandomPrompts, TextPrompts, question, words_of
 from corun.verify.sampling_mix import MIXES, mixes_for
 from corun.verify.scenario import Abort, Arrival
@@ -60,6 +65,27 @@ def test_too_few_rows_for_the_papers_batch_are_said():
     assert "8 at a time" in suite.left_out[0]
     with pytest.raises(ValueError, match="max_model_len"):
         paper_suite(SOURCE, replace(ROOMY, model_len=48))
+
+
+def test_with_split_decode_the_long_run_has_rows_of_both_kinds():
+    arguments = pytest.importorskip("corun.engine.arguments")
+    for split in (0, SPLIT_BEYOND):
+        plan = replace(certified(Rows.span(1, 64), Rows.span(1, 8)), split_beyond=split)
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(num_gpu_blocks=1 << 16, block_size=16),
+            scheduler_config=SimpleNamespace(max_num_seqs=256),
+            additional_config={arguments.PLAN_KEY: plan.to_mapping()},
+        )
+        model = SimpleNamespace(max_model_len=8192, skip_tokenizer_init=True)
+        llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config), model_config=model)
+        limits = limits_of(llm)
+        assert (limits.long_run == LONG_RUN) == (split == 0)
+        for tokens in (16, 48, 600):  # as in quick runs, by default, and long
+            suite = adversarial_suite(SOURCE, limits, max_tokens=tokens, quick=True)
+            target = next(t for t in suite.targets if t.name == "long-run")
+            assert target.params["max_tokens"] == tokens
+            if split:
+                assert len(target.prompt) < split < len(target.prompt) + tokens - 1
 
 
 def test_the_adversarial_suite_covers_what_it_promises():

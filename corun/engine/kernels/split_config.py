@@ -6,12 +6,16 @@ shortest multiple of ``tile`` that makes ``max_splits`` splits or fewer, which b
 Both depend on the request's own length alone. No Triton here.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 _ALIGNMENT = 16  # bytes; one alignment, one compiled kernel
+# Tokens of KV up to which a row is left to the attention backend. One split is as fast there.
+SPLIT_BEYOND = 2048
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,19 @@ CONFIGS = {
     256: SplitConfig(split=256, tile=32),
     512: SplitConfig(split=256, tile=32, heads=32, warps=8, programs_per_sm=1),
 }
+
+
+HEAD_DIMS = (64, 128, 256)  # of ordinary heads
+_NO_BITS = ("programs_per_sm", "overlap")
+
+
+def reaching_bits() -> dict[str, Any]:
+    """What decides a split row's bits, as JSON values: the rule, and every configuration of it."""
+    configs = {
+        str(dim): {n: v for n, v in dataclasses.asdict(c).items() if n not in _NO_BITS}
+        for dim, c in CONFIGS.items()
+    }
+    return {"beyond": SPLIT_BEYOND, "configs": configs}
 
 
 @functools.cache

@@ -10,6 +10,9 @@
 2. ``_merge_splits``: one program per (row, query head) merges a fixed tile of ``max_splits``
    partials, those past the request's own number weighing nothing.
 
+A row of length 0 is left as it is: no item is its own, and the second kernel leaves at once. So a
+batch without any other row costs two launches and a look at its lengths.
+
 Every size that the batch decides (rows, block-table width, work items) is a plain integer that
 Triton may not specialize on, so one compiled kernel serves every batch. The grid is a constant: the
 launch reads nothing from the device and can be captured in a CUDA graph.
@@ -180,22 +183,21 @@ def _merge_splits(
     head = tl.program_id(0) % query_heads
     d = tl.program_id(1) * chunk + tl.arange(0, chunk)
     length = tl.load(lengths_ptr + row)
-    splits = _split_tiles(length, tile, least, max_splits)[1]
-    s = tl.arange(0, max_splits)
-    inside = s < splits
     if overlap:
         gdc_wait()  # the partial results are there, and seen, from here on
-    slot = (row * max_splits + s) * query_heads + head
-    peak = tl.load(peak_ptr + slot, mask=inside, other=float("-inf"))
-    total = tl.load(total_ptr + slot, mask=inside, other=0.0)
-    at = partial_ptr + slot[:, None] * dim + d[None, :]
-    acc = tl.load(at, mask=inside[:, None], other=0.0)
-    highest = tl.where(length > 0, tl.max(peak), 0.0)
-    weight = tl.exp2(peak - highest)
-    whole = tl.where(length > 0, tl.sum(weight * total), 1.0)  # a padding row gets zeros
-    value = tl.sum(weight[:, None] * acc, axis=0) / whole
-    out_at = out_ptr + row * out_stride + head * dim + d
-    tl.store(out_at, value.to(out_ptr.dtype.element_ty))
+    if length > 0:
+        splits = _split_tiles(length, tile, least, max_splits)[1]
+        s = tl.arange(0, max_splits)
+        inside = s < splits
+        slot = (row * max_splits + s) * query_heads + head
+        peak = tl.load(peak_ptr + slot, mask=inside, other=float("-inf"))
+        total = tl.load(total_ptr + slot, mask=inside, other=0.0)
+        at = partial_ptr + slot[:, None] * dim + d[None, :]
+        acc = tl.load(at, mask=inside[:, None], other=0.0)
+        weight = tl.exp2(peak - tl.max(peak))
+        value = tl.sum(weight[:, None] * acc, axis=0) / tl.sum(weight * total)
+        out_at = out_ptr + row * out_stride + head * dim + d
+        tl.store(out_at, value.to(out_ptr.dtype.element_ty))
 
 
 def split_decode(
@@ -213,8 +215,9 @@ def split_decode(
     query: [N, Hq, Dk] bf16 or fp16. key_cache, value_cache: [blocks, block_size, Hkv, Dk] and
     [blocks, block_size, Hkv, Dv], any strides, same dtype; Dk = Dv in 64, 128, 256, or MLA's latent
     cache: Dk = 576, Hkv = 1 and value_cache = key_cache[..., :512]. block_table: [N, max_blocks]
-    int32. seq_lens: [N] int32, the query's own token included; a row of length 0 (padding) gets
-    zeros. scale: of the scores. out: [N, Hq, Dv]. workspace: for at least N rows.
+    int32. seq_lens: [N] int32, the query's own token included; the output of a row of length 0
+    (padding, or one that another kernel computes) is not touched. scale: of the scores. out:
+    [N, Hq, Dv]. workspace: for at least N rows.
 
     A row's bits depend on its query, its KV and its length alone. Launches two kernels, reads
     nothing on the host. ValueError for shapes, dtypes or strides that it cannot take.

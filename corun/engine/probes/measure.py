@@ -6,17 +6,20 @@ Time is shared out: row classes get about half, by cost; attention and the whole
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from corun.certify.certificate import Certificate, RowClaim, StepClaim
 from corun.certify.compositions import Limits, lengths, trials
+from corun.certify.long_compositions import OTHERS, long_claims
 from corun.certify.planner import Engine, longest_step
 from corun.certify.pool import plain_pool
 from corun.certify.probe import RowProbe
 from corun.certify.search import find_classes
-from corun.certify.trial import TrialBench
+from corun.certify.split_compositions import split_claims
+from corun.certify.trial import HOME, SCRATCH, Run, TrialBench
 from corun.engine import worker_facts
 from corun.engine.probes.operations import RowOperation, attention_layers, find
 from corun.engine.probes.steps import StepRunner
@@ -50,14 +53,7 @@ def measure(
         kv_tokens=max(0, blocks * cache.block_size // 2),
         sequence_tokens=vllm_config.model_config.max_model_len,
     )
-    thorough = torch.device(runner.device).type == "cuda"
-    sizes = _fitting(lengths(limits, thorough), blocks, cache.block_size)
-    steps = StepRunner(runner, vllm_config, sizes)
-    claims = []
-    for name, layer in attention_layers(runner).items():
-        run = steps.attention(layer, _attention_inputs(layer, sizes, vllm_config, runner.device))
-        bench = TrialBench(name, run, sizes)
-        claims += bench.work(trials(sizes, limits, thorough), budget_s * ATTENTION_SHARE)
+    claims, sequence = _attention_claims(runner, vllm_config, limits, budget_s * ATTENTION_SHARE)
     claims += _model_claims(runner, vllm_config, draft, limits, budget_s * MODEL_SHARE)
     return Certificate(
         domain,
@@ -66,7 +62,32 @@ def measure(
         largest,
         time.perf_counter() - started,
         worker=worker_facts.this_process(),
+        sequence=sequence,
     )
+
+
+def _attention_claims(
+    runner: Any, vllm_config: Any, limits: Limits, budget_s: float
+) -> tuple[list[StepClaim], int]:
+    """What holds of each attention layer's rows, and the length of the longest sequence tried."""
+    blocks, block_size = runner.kv_cache_config.num_blocks - 2, vllm_config.cache_config.block_size
+    thorough = torch.device(runner.device).type == "cuda"
+    sizes = _fitting(lengths(limits, thorough), blocks, block_size)
+    room = (blocks - sum(-(-n // block_size) for n in OTHERS)) * block_size
+    layers = attention_layers(runner)
+    share = budget_s / (2 if runner.corun.split is None else 3)
+    claims, sequence = [], limits.sequence_tokens
+    for name, layer in layers.items():
+        run = _attention_run(layer, runner, vllm_config, sizes)
+        claims += TrialBench(name, run, sizes).work(trials(sizes, limits, thorough), share)
+        made = partial(_attention_run, layer, runner, vllm_config, places=(HOME,))
+        found, longest = long_claims(f"{name}, long", made, limits, room, share)
+        claims, sequence = claims + found, min(sequence, longest)
+        if runner.corun.split is not None:
+            made = partial(_attention_run, layer, runner, vllm_config)
+            split = runner.corun.split
+            claims += split_claims(f"{name}, split rows", made, limits, split.beyond, share)
+    return claims, sequence if layers else 0
 
 
 def _model_claims(
@@ -82,11 +103,32 @@ def _model_claims(
         allowed = Rows.span(1, limits.step_tokens)
     blocks, block_size = runner.kv_cache_config.num_blocks - 2, vllm_config.cache_config.block_size
     sizes = _fitting(lengths(limits, thorough), blocks, block_size)
-    run = StepRunner(runner, vllm_config, sizes).model(
-        _token_inputs(sizes, vllm_config, runner.device), lambda n: allowed.at_least(n) or n
-    )
-    bench = TrialBench("model", run, sizes)
-    return bench.work(trials(sizes, limits, thorough), budget_s)
+
+    def made(sizes: list[int], prompts: list[int] | None = None) -> Run:
+        return StepRunner(runner, vllm_config, sizes, prompts).model(
+            _token_inputs(sizes, vllm_config, runner.device), lambda n: allowed.at_least(n) or n
+        )
+
+    split = runner.corun.split
+    share = budget_s if split is None else budget_s / 2
+    claims = TrialBench("model", made(sizes), sizes).work(trials(sizes, limits, thorough), share)
+    if split is not None:
+        claims += split_claims("model, split rows", made, limits, split.beyond, share)
+    return claims
+
+
+def _attention_run(
+    layer: Any,
+    runner: Any,
+    vllm_config: Any,
+    sizes: list[int],
+    prompts: list[int] | None = None,
+    *,
+    places: tuple[int, ...] = (HOME, SCRATCH),
+) -> Run:
+    """A function that runs `layer` in steps over sequences of these sizes; see ``StepRunner``."""
+    steps = StepRunner(runner, vllm_config, sizes, prompts, places)
+    return steps.attention(layer, _attention_inputs(layer, sizes, vllm_config, runner.device))
 
 
 def _row_claims(

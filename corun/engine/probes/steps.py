@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from corun.certify.compositions import Step
 from corun.certify.trial import HOME, SCRATCH, Run
+from corun.engine.split_rows import StepRows
 
 SEAMS: tuple[tuple, ...] = (
     (
@@ -35,10 +36,20 @@ class StepRunner:
     """Runs steps over sequences of given sizes.
 
     runner: vLLM's model runner, V1 or V2, with its KV cache in place. sizes: tokens of each
-    sequence; ValueError where the cache cannot hold all of them twice.
+    sequence; ValueError where the cache cannot hold all of them at every one of `places`. prompts:
+    how many of them are its prompt, which only split decode asks; None: all.
     """
 
-    def __init__(self, runner: Any, vllm_config: Any, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        vllm_config: Any,
+        sizes: Sequence[int],
+        prompts: Sequence[int] | None = None,
+        places: Sequence[int] = (HOME, SCRATCH),
+    ) -> None:
+        self._prompts = list(sizes if prompts is None else prompts)
+        self._split = runner.corun.split
         self._runner, self._config = runner, vllm_config
         self._device = runner.device
         self._sizes = list(sizes)
@@ -49,7 +60,7 @@ class StepRunner:
             block = groups[0].get_metadata_builder(0).kv_cache_spec.block_size
             manager = groups[0].kv_cache_spec.block_size
             tables = {}
-            for place in (HOME, SCRATCH):
+            for place in places:
                 for sequence, size in enumerate(sizes):
                     count = -(-size // manager)
                     blocks = torch.arange(first, first + count)
@@ -73,12 +84,17 @@ class StepRunner:
         """vLLM's forward context for `step`, padded to `rows` rows."""
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
+        if self._split is not None:
+            prompts = [self._prompts[piece.sequence] for piece in step]
+            self._split.give(StepRows.of(prompts, [(p.start, p.stop) for p in step]))
         for index, groups in enumerate(self._runner.attn_groups):
             common = self._common(index, step, place, rows)
             for group in groups:
                 built = group.get_metadata_builder(0).build(0, common)
                 for name in group.layer_names:
                     metadata[name], slots[name] = built, common.slot_mapping
+        if self._split is not None:
+            self._split.give(None)
         with set_forward_context(metadata, self._config, num_tokens=rows, slot_mapping=slots):
             yield
 

@@ -1,0 +1,90 @@
+"""Step compositions of one long sequence: what must be equal of attention's rows far in. Pure.
+
+As in ``corun.certify.compositions``, but as long as a request may be: kernels change with the KV's
+length too. (vLLM's CPU attention in float32 adds up a prompt's rows otherwise from about 1,400
+tokens on, and then a row depends on where its prompt was cut.) The reference is the sequence whole
+and alone; every other step holds little of it, since its KV does not depend on how it is computed.
+For attention by itself, where keys and values are given.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+
+from corun.certify.certificate import StepClaim
+from corun.certify.compositions import Limits, Piece, Trial
+from corun.certify.trial import Run, TrialBench
+
+OTHERS = (400, 129, 65, 33, 17, 9, 2)
+"""Lengths of the sequences that stand beside the long one."""
+
+CHUNKS = (2, 9, 16, 17, 40, 64, 65, 129, 200, 500)
+TURNS = 2000  # enough values also where a row has few
+
+
+def long_sizes(limits: Limits, longest: int) -> list[int]:
+    """Lengths of the sequences, the long one first: as long as a request may be, or `longest`.
+
+    longest: tokens of KV that there is room for.
+    """
+    others = [n for n in OTHERS if n <= limits.step_tokens][: max(0, limits.requests - 1)]
+    return [max(1, min(limits.sequence_tokens, longest - sum(others))), *others]
+
+
+def long_trials(sizes: list[int], limits: Limits) -> Iterator[Trial]:
+    """Every trial, the kinds by turns."""
+    size, others = sizes[0], range(1, len(sizes))
+    rng = random.Random(0)
+    for turn in range(TURNS):
+        at = _position(rng, size, turn)
+        yield Trial("decode_is_prefill", ((Piece(0, at, at + 1),),), decode=False)
+        tokens = min(CHUNKS[turn % len(CHUNKS)], size - 1, limits.step_tokens)
+        start = min(at, size - tokens)
+        if tokens > 1 and start > 0:
+            chunk = Piece(0, start, start + tokens)
+            yield Trial("chunks", ((chunk,),), decode=False)
+            if beside := [i for i in others if sizes[i] <= limits.step_tokens - tokens]:
+                prompt = _whole(sizes, rng.choice(beside))
+                yield Trial("batched_prefill", (_shuffled(rng, [chunk, prompt]),), decode=False)
+        if others and size > 1:
+            last = Piece(0, size - 1, size)
+            rows = [_last(sizes, i) for i in rng.sample(others, rng.randint(1, len(others)))]
+            yield Trial("decode_rows", (_shuffled(rng, [last, *rows]),), decode=True)
+            if prompts := [i for i in others if sizes[i] < limits.step_tokens]:
+                prompt = _whole(sizes, prompts[turn % len(prompts)])
+                yield Trial("mixed", (_shuffled(rng, [last, prompt]),), decode=True)
+
+
+def _position(rng: random.Random, size: int, turn: int) -> int:
+    """A position: the last, around powers of two, or any, the far half more often."""
+    powers = [p + d for k in range(9, size.bit_length()) for p in (1 << k,) for d in (-1, 0, 1)]
+    known = [size - 1, size // 2, *reversed(powers)]
+    found = known[turn] if turn < len(known) else rng.randrange(size // 2 if turn % 3 else 0, size)
+    return max(0, min(found, size - 1))
+
+
+def _whole(sizes: list[int], sequence: int) -> Piece:
+    return Piece(sequence, 0, sizes[sequence])
+
+
+def _last(sizes: list[int], sequence: int) -> Piece:
+    return Piece(sequence, sizes[sequence] - 1, sizes[sequence])
+
+
+def _shuffled(rng: random.Random, pieces: list[Piece]) -> tuple[Piece, ...]:
+    return tuple(rng.sample(pieces, len(pieces)))
+
+
+def long_claims(
+    operation: str,
+    made: Callable[[list[int]], Run],
+    limits: Limits,
+    longest: int,
+    budget_s: float,
+) -> tuple[list[StepClaim], int]:
+    """The claims about `operation` with a long sequence, and how many tokens that had.
+
+    made: makes the function that runs a step, of the sequences' sizes.
+    """
+    sizes = long_sizes(limits, longest)
+    bench = TrialBench(operation, made(sizes), sizes)
+    return bench.work(long_trials(sizes, limits), budget_s), sizes[0]

@@ -1,0 +1,79 @@
+"""Seam: whether an engine can split decode, as far as its arguments tell before it starts.
+
+What only the loaded model tells (windows, caps, the backend that vLLM chose) is checked in the
+worker, by ``corun.engine.split_attention``.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from corun.config import CoRunConfig
+from corun.engine.kernels.split_config import HEAD_DIMS
+
+SEAMS: tuple[tuple, ...] = (
+    ("vllm.platforms", "current_platform.is_cuda"),
+    ("vllm.engine.arg_utils", "EngineArgs.attention_backend"),
+    ("vllm.engine.arg_utils", "EngineArgs.attention_config"),
+    ("vllm.config", "ModelConfig.get_head_size"),
+    ("vllm.config", "CUDAGraphMode.FULL"),
+)
+
+logger = init_logger("vllm.corun")
+
+_BACKEND = "FLASH_ATTN"
+
+
+def _backend(args: EngineArgs) -> str | None:
+    """The attention backend that was asked for, by its name."""
+    asked = args.attention_backend or args.attention_config.backend
+    return getattr(asked, "name", asked)
+
+
+def why_not(args: EngineArgs, model_config: Any) -> str | None:
+    """Why this engine cannot split decode, or None."""
+    asked, size = _backend(args), model_config.get_head_size()
+    reasons = (
+        (not current_platform.is_cuda(), "it needs an NVIDIA GPU"),
+        (
+            model_config.dtype not in (torch.bfloat16, torch.float16),
+            f"it computes in bfloat16 or float16, not {model_config.dtype}",
+        ),
+        (model_config.use_mla, "it is not wired into latent attention (MLA)"),
+        (
+            asked not in (None, _BACKEND),
+            f"it works with the attention backend {_BACKEND}, not {asked}",
+        ),
+        (size not in HEAD_DIMS, f"it takes head dimensions {HEAD_DIMS}, not {size}"),
+        (
+            getattr(model_config, "rswa_window", None) is not None,
+            "it does not know the attention pattern of this model (R-SWA)",
+        ),
+        (
+            mixed_in_graph(args.compilation_config.cudagraph_mode),
+            "it keeps prefills out of whole CUDA graphs (cudagraph_mode FULL)",
+        ),
+    )
+    return next((why for applies, why in reasons if applies), None)
+
+
+def mixed_in_graph(mode: Any) -> bool:
+    """Whether a vLLM graph mode replays whole graphs for steps that hold chunks, too."""
+    return mode is not None and mode.mixed_mode().name == "FULL"
+
+
+def settle(config: CoRunConfig, args: EngineArgs, model_config: Any) -> CoRunConfig:
+    """`config`, with ``split_decode`` off where ``auto`` cannot have it here.
+
+    ValueError where ``certified`` was named.
+    """
+    if not config.split_decode or (why := why_not(args, model_config)) is None:
+        return config
+    if config.policy != "auto":
+        raise ValueError(f"split_decode cannot run here: {why}; leave it off")
+    logger.info("CoRun: split_decode is ignored: %s", why)
+    return replace(config, split_decode=False)

@@ -1,0 +1,183 @@
+"""The switch of split decode: where it is refused, where ignored, and what it reaches."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+from plans import certified
+from tiny_model import TINY, environment_kept  # noqa: F401
+from vllm.config import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+
+from corun.config import MEASURE, CoRunConfig
+from corun.contract import fingerprint
+from corun.engine import (
+    arguments,
+    compilation,
+    domain,
+    settings,
+    split_cache,
+    split_switch,
+    subject,
+)
+from corun.engine.kernels import split_config
+from corun.engine.refusals import ASYNC_SPLIT_SCHEDULER, SPLIT_SCHEDULER
+from corun.rows import Rows
+
+# Heads of 64 dimensions, in bfloat16.
+MODEL = {**TINY, "hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
+NETWORK = torch.nn.Linear(4, 4)
+MEASURED = CoRunConfig("certified", certificate=MEASURE, split_decode=True)
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """Makes EngineArgs of a model with heads of 64 dimensions."""
+    monkeypatch.setenv("CORUN_CACHE", str(tmp_path / "cache"))
+
+    def made(config=MODEL, **given):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        base = {"skip_tokenizer_init": True, "max_model_len": 256, "dtype": "bfloat16"}
+        return EngineArgs(model=str(tmp_path), **{**base, **given})
+
+    return made
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As on a GPU, as far as the switch looks."""
+    monkeypatch.setattr(split_switch, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+
+
+def why_not(args):
+    return split_switch.why_not(args, args.create_model_config())
+
+
+def test_on_a_cpu_it_is_refused_where_named_and_ignored_under_auto(make, caplog):
+    with pytest.raises(ValueError, match="split_decode cannot run here: it needs an NVIDIA GPU"):
+        arguments.settle(make(), MEASURED)
+    auto = CoRunConfig("auto", split_decode=True)
+    given = make()
+    plan = arguments.settle(given, auto).plan
+    assert (plan.policy, plan.split_beyond) == ("isolate", 0)
+    assert given.additional_config["corun"]["split_decode"] is False
+    assert "split-decode" not in plan.reason
+
+
+def test_without_the_switch_nothing_is_asked(make, monkeypatch):
+    monkeypatch.setattr(split_switch, "why_not", lambda *_: pytest.fail("asked"))
+    config = CoRunConfig("certified", certificate=MEASURE)
+    args = make()
+    assert split_switch.settle(config, args, args.create_model_config()) is config
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({}, None),
+        ({"attention_backend": "FLASH_ATTN"}, None),
+        ({"attention_config": {"backend": "FLASH_ATTN"}}, None),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, None),
+        ({"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE"}}, None),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, None),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, "whole CUDA graphs"),
+        ({"attention_backend": "TRITON_ATTN"}, "not TRITON_ATTN"),
+        ({"attention_config": {"backend": "TRITON_ATTN"}}, "not TRITON_ATTN"),
+        ({"dtype": "float32"}, "float32"),
+        ({"config": {**MODEL, "head_dim": 96}}, "not 96"),
+    ],
+)
+def test_what_arguments_tell(make, gpu, given, word):
+    why = why_not(make(**given))
+    assert (why is None) if word is None else (word in why)
+
+
+def test_latent_attention_and_rswa_are_refused(make, gpu):
+    args = make()
+    fields = {"dtype": torch.bfloat16, "use_mla": False, "get_head_size": lambda: 64}
+    assert split_switch.why_not(args, SimpleNamespace(**fields)) is None
+    mla = SimpleNamespace(**fields | {"use_mla": True})
+    assert "MLA" in split_switch.why_not(args, mla)
+    assert "R-SWA" in split_switch.why_not(args, SimpleNamespace(**fields, rswa_window=64))
+
+
+def test_the_plan_the_scheduler_and_the_subject_have_it(make, gpu):
+    plain, given = make(), make()
+    arguments.settle(plain, replace(MEASURED, split_decode=False))
+    plan = arguments.settle(given, MEASURED).plan
+    assert plan.split_beyond == split_config.SPLIT_BEYOND
+    assert given.additional_config["corun"]["split_decode"] is True
+    assert plain.scheduler_cls is None
+    assert given.scheduler_cls == ASYNC_SPLIT_SCHEDULER
+    assert arguments.settle(given, MEASURED).plan == plan  # a second pass changes nothing
+    here, there = (a.additional_config[arguments.SUBJECT_KEY] for a in (plain, given))
+    assert {n for n in there if here.get(n) != there[n]} == {"split_decode"}
+    assert json.loads(json.dumps(there)) == there
+
+
+def test_the_whole_way_through_create_engine_config(make, gpu):
+    arguments.install()
+    config = make(additional_config={"corun": MEASURED.to_mapping()}).create_engine_config()
+    scheduler = config.scheduler_config
+    expected = ASYNC_SPLIT_SCHEDULER if scheduler.async_scheduling else SPLIT_SCHEDULER
+    assert scheduler.scheduler_cls == expected
+    assert config.cache_config.enable_prefix_caching
+    assert f"{split_cache.__name__}.{scheduler.get_scheduler_cls().__name__}" == expected
+
+
+def test_a_graph_mode_that_vllm_chose_is_checked():
+    plan = replace(certified(Rows.span(1, 64), Rows.span(1, 8)), split_beyond=2048)
+    for mode, refused in (("FULL", True), ("FULL_AND_PIECEWISE", False), ("NONE", False)):
+        config = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], cudagraph_capture_sizes=[])
+        compilation.check(config, replace(plan, split_beyond=0))
+        if refused:
+            with pytest.raises(ValueError, match="FULL_AND_PIECEWISE"):
+                compilation.check(config, plan)
+        else:
+            compilation.check(config, plan)
+
+
+def test_engines_with_and_without_are_two_domains_and_two_subjects(make, monkeypatch):
+    plan = certified(Rows.span(1, 64), Rows.span(1, 8))
+    args = make()
+    config = args.create_engine_config()
+
+    def described(plan):
+        return domain.describe(
+            config,
+            NETWORK,
+            plan=plan.to_mapping(),
+            runner="V2",
+            attention=["FLASH_ATTN"],
+            as_loaded={},
+            endings=settings.endings(config.model_config),
+        )
+
+    off, on = described(plan), described(replace(plan, split_beyond=2048))
+    assert {n for n in on if on[n] != off.get(n)} == {"split_decode"}
+    assert fingerprint(on) != fingerprint(off)
+
+    model = args.create_model_config()
+
+    def found():
+        return subject.subject(args, model, 2048, split=True)["split_decode"]
+
+    before = found()
+    assert before == on["split_decode"]
+    assert "split_decode" not in subject.subject(args, model, 2048)
+    with monkeypatch.context() as patched:
+        patched.setattr(split_config, "SPLIT_BEYOND", 4096)
+        assert found() != before
+    for field, value, reaches in (
+        ("split", 512, True), ("tile", 32, True), ("max_splits", 32, True), ("heads", 32, True),
+        ("warps", 8, True), ("stages", 4, True), ("merge_warps", 8, True),
+        ("programs_per_sm", 1, False), ("overlap", True, False),
+    ):  # fmt: skip
+        changed = replace(split_config.CONFIGS[128], **{field: value})
+        with monkeypatch.context() as patched:
+            patched.setitem(split_config.CONFIGS, 128, changed)
+            assert (found() != before) == reaches, field
