@@ -86,5 +86,5 @@ def long_claims(
     made: makes the function that runs a step, of the sequences' sizes.
     """
     sizes = long_sizes(limits, longest)
-    bench = TrialBench(operation, made(sizes), sizes)
+    bench = TrialBench(operation, made(sizes), sizes, given_kv=True)
     return bench.work(long_trials(sizes, limits), budget_s), sizes[0]

@@ -208,3 +208,20 @@ def test_a_clock_that_stands_still_changes_nothing(monkeypatch):
     monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     one, other = claims(Attention(), budget_s=1), claims(Attention())
     assert one == other
+
+
+def test_nothing_is_prefilled_anew_where_keys_and_values_are_given():
+    """There a kernel that differs leaves no other KV behind."""
+    counts = {}
+    for given in (False, True):
+        attention, runs = Attention(decode_kernel), []
+
+        def run(step, place, attention=attention, runs=runs):
+            runs.append(step)
+            return attention.run(step, place)
+
+        bench = TrialBench("fake", run, SIZES, given_kv=given)
+        only = [t for t in trials(SIZES, LIMITS, thorough=False) if t.name == "decode_is_prefill"]
+        assert not bench.work(only, 60)[0].holds
+        counts[given] = len(runs)
+    assert counts[True] == counts[False] - 1  # the one sequence that the first trial touched

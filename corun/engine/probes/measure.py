@@ -79,7 +79,8 @@ def _attention_claims(
     claims, sequence = [], limits.sequence_tokens
     for name, layer in layers.items():
         run = _attention_run(layer, runner, vllm_config, sizes)
-        claims += TrialBench(name, run, sizes).work(trials(sizes, limits, thorough), share)
+        bench = TrialBench(name, run, sizes, given_kv=True)
+        claims += bench.work(trials(sizes, limits, thorough), share)
         made = partial(_attention_run, layer, runner, vllm_config, places=(HOME,))
         found, longest = long_claims(f"{name}, long", made, limits, room, share)
         claims, sequence = claims + found, min(sequence, longest)
