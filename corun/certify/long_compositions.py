@@ -1,4 +1,4 @@
-"""Step compositions of one long sequence: what must be equal of attention's rows far in. Pure.
+"""Step compositions of one long sequence: what must be equal of attention rows far in. Torch only.
 
 As in ``corun.certify.compositions``, but as long as a request may be: kernels change with the KV's
 length too. (vLLM's CPU attention in float32 adds up a prompt's rows otherwise from about 1,400
@@ -9,6 +9,8 @@ For attention by itself, where keys and values are given.
 
 import random
 from collections.abc import Callable, Iterator
+
+import torch
 
 from corun.certify.certificate import StepClaim
 from corun.certify.compositions import Limits, Piece, Trial
@@ -83,8 +85,15 @@ def long_claims(
 ) -> tuple[list[StepClaim], int]:
     """The claims about `operation` with a long sequence, and how many tokens that had.
 
-    made: makes the function that runs a step, of the sequences' sizes.
+    made: makes the function that runs a step, of the sequences' sizes. Where the device's memory
+    does not hold the sequence's rows, one of half the length is tried.
     """
-    sizes = long_sizes(limits, longest)
-    bench = TrialBench(operation, made(sizes), sizes, given_kv=True)
-    return bench.work(long_trials(sizes, limits), budget_s), sizes[0]
+    while True:
+        sizes = long_sizes(limits, longest)
+        try:
+            bench = TrialBench(operation, made(sizes), sizes, given_kv=True)
+            return bench.work(long_trials(sizes, limits), budget_s), sizes[0]
+        except torch.OutOfMemoryError:
+            if sizes[0] <= limits.step_tokens:
+                raise
+            longest = sizes[0] // 2 + sum(sizes[1:])

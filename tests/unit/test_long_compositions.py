@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from corun.certify.compositions import PROPERTIES, Limits
+from corun.certify.compositions import PROPERTIES, Limits, Piece
 from corun.certify.long_compositions import OTHERS, long_claims, long_sizes
 from corun.certify.probe import MIN_VALUES
 
@@ -82,6 +82,19 @@ def test_what_the_cache_cannot_hold_is_not_claimed():
     _, longest = claims(longest=2000)
     assert longest == 2000 - sum(OTHERS)
     assert long_sizes(LIMITS, 2000)[1:] == list(OTHERS)
+
+
+def test_a_sequence_that_memory_does_not_hold_is_halved():
+    def broken(step, piece, rows):
+        if piece.tokens > 1000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rows
+
+    found, longest = claims(broken)
+    assert longest == LIMITS.sequence_tokens // 4
+    assert all(claim.holds for claim in found.values())
+    with pytest.raises(torch.OutOfMemoryError):
+        claims(lambda step, piece, rows: broken(step, Piece(0, 0, 2000), rows))
 
 
 def test_small_engines():
