@@ -1,5 +1,6 @@
 """Cells of a benchmark: a workload, how its requests arrive, how many there are. Pure Python."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -57,7 +58,7 @@ def cells(
 def _cell(workload: str, arrivals: str, numbers: str, repeats: int) -> Cell:
     count, cut, own = numbers.partition("x")
     for name, text in (("requests", count), *((("repeats", own),) if cut else ())):
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(f"a number of {name} must be 1 or more, not {text!r}")
+        if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+            raise ValueError(f"a number of {name} must be 1 or more, not {text[:20]!r}")
     arrivals = parse_arrivals(arrivals).name
     return Cell(parse_workload(workload), arrivals, int(count), int(own) if cut else repeats)

@@ -91,14 +91,14 @@ def engine_args(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
+def parse_engine_args(given: Sequence[str], flag: str = "--engine-arg") -> dict[str, Any]:
     """``["name=value", ...]`` as a dict; values are JSON where they parse, else strings."""
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if not equals or not name.isidentifier():
-            raise ValueError(f"--engine-arg {text!r} is not NAME=VALUE, as in max_model_len=4096")
+            raise ValueError(f"{flag} {text!r} is not NAME=VALUE, as in max_model_len=4096")
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         quick=args.quick,
         random_weights=args.random_weights,
         engine_args=engine_args(args),
-        restart_args=parse_engine_args(args.restart_arg),
+        restart_args=parse_engine_args(args.restart_arg, "--restart-arg"),
     )
     say_starting("verify", shown=not args.no_progress)
     report = verify(options, progress=not args.no_progress)

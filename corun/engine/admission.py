@@ -23,6 +23,7 @@ from corun.schedule.refusal import refusal
 
 SEAMS = (
     ("vllm.exceptions", "VLLMValidationError"),
+    ("vllm.sampling_params", "SamplingParams.thinking_token_budget"),
     ("vllm.v1.engine.async_llm", "AsyncLLM.add_request"),
     ("vllm.v1.engine.core", "EngineCore"),
     ("vllm.v1.engine.core_client", "InprocClient"),
@@ -40,6 +41,13 @@ _GEOMETRY = "corun_kv_geometry"  # an attribute of an InputProcessor: KVGeometry
 _SESSION = (
     "CoRun cannot stream input into a session with split_decode: what was decoded becomes a prompt "
     "there, whose rows are computed in another way. Send whole prompts, or leave split_decode off"
+)
+
+
+_THINKING = (
+    "CoRun cannot keep its contract with thinking_token_budget: vLLM counts a request's thinking "
+    "by its place in the batch, and begins anew when the request comes back to it, which depends "
+    "on other requests. Leave it out, or turn CoRun off (policy 'off')"
 )
 
 
@@ -93,12 +101,15 @@ def _asking_async(original: Callable) -> Callable:
 def _checking(original: Callable) -> Callable:
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
         request = original(self, *args, **kwargs)
-        if request.resumable and resolve(self.vllm_config.additional_config).split_decode:
+        config = resolve(self.vllm_config.additional_config)
+        sampling = request.sampling_params
+        if config.enabled and getattr(sampling, "thinking_token_budget", None) is not None:
+            raise RequestRefusedError(_THINKING)
+        if request.resumable and config.split_decode:
             raise RequestRefusedError(_SESSION)
         geometry = getattr(self, _GEOMETRY, None)
         if geometry is not None:
             tokens = request.prompt_token_ids
-            sampling = request.sampling_params
             message = refusal(
                 geometry,
                 len(request.prompt_embeds if tokens is None else tokens),

@@ -125,7 +125,10 @@ def software() -> dict[str, Any]:
 
 
 def device_name() -> str:
-    """The device's model; for a CPU its instruction sets as torch uses them."""
+    """The device's model; for a CPU its instruction sets as torch uses them, and its caches.
+
+    vLLM's CPU attention cuts the KV by what fits into the L2 cache, and so orders its sums.
+    """
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -140,7 +143,9 @@ def device_name() -> str:
             if getattr(torch.cpu, test, bool)()
         ]
         capability = torch.backends.cpu.get_cpu_capability()
-        return " ".join(["cpu", platform.machine(), capability, *has])
+        sizes: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+        caches = [f"{level}:{sizes.get(f'{level}_cache_size')}" for level in ("l1d", "l2")]
+        return " ".join(["cpu", platform.machine(), capability, *has, *caches])
     return str(current_platform.get_device_name())
 
 

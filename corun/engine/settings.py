@@ -5,6 +5,8 @@ is in from the start, and one that a version lacks is no error.
 """
 
 import enum
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -127,14 +129,23 @@ def masks(vllm_config: Any) -> dict[str, Any]:
 
 
 def endings(model_config: Any) -> dict[str, Any]:
-    """The tokens that end a request, and what a request that is silent about sampling gets."""
+    """The tokens that end a request, what they spell (for stop strings, bad words and structured
+    outputs), and what a request that is silent about sampling gets.
+    """
     ids = model_config.try_get_generation_config().get("eos_token_id")
     tokenizer = cached_tokenizer_from_config(model_config)  # None where there is none
     return {
         "eos": sorted(ids) if isinstance(ids, list) else ids,
         "tokenizer_eos": getattr(tokenizer, "eos_token_id", None),
+        "vocabulary": None if tokenizer is None else _vocabulary(tokenizer),
         "sampling": plain(model_config.get_diff_sampling_param()),
     }
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    """16 hex digits over every token and its id."""
+    known = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
 def installed(distribution: str) -> str | None:

@@ -76,6 +76,22 @@ def defaults(config: CoRunConfig, rows: int | None) -> dict[str, Any]:
     return chosen
 
 
+def check_names(engine_args: Mapping[str, Any]) -> None:
+    """ValueError names a keyword that vLLM's LLM does not take."""
+    import inspect
+    from dataclasses import fields
+    from difflib import get_close_matches
+
+    from vllm import LLM, EngineArgs
+
+    known = {*inspect.signature(LLM.__init__).parameters, *(f.name for f in fields(EngineArgs))}
+    for name in engine_args:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(f"vLLM has no engine argument {name!r}{hint}")
+
+
 def limits_of(llm: "LLM") -> Limits:
     """What an open engine can hold."""
     config = llm.llm_engine.vllm_config

@@ -11,7 +11,14 @@ from corun.config import CoRunConfig
 from corun.contract import fingerprint
 from corun.verify.compare import compare
 from corun.verify.drive import play, sampling_params
-from corun.verify.engine import close_engine, defaults, limits_of, open_engine, tokenizer_of
+from corun.verify.engine import (
+    check_names,
+    close_engine,
+    defaults,
+    limits_of,
+    open_engine,
+    tokenizer_of,
+)
 from corun.verify.prompts import PromptSource, RandomPrompts, TextPrompts, words_of
 from corun.verify.record import Record
 from corun.verify.report import REUSE, EngineAudit, VerifyReport
@@ -107,6 +114,7 @@ class _Verification:
     def all_engines(self) -> None:
         """The first engine makes the references; every engine is compared with them."""
         options = self.options
+        check_names({**options.engine_args, **options.restart_args})
         args = {**defaults(self.config, options.rows), **options.engine_args}
         self.report.versions, self.report.device = _versions(), _device()
         self.report.settings = {

@@ -170,3 +170,16 @@ def test_sessions_are_refused_where_decode_is_split(installed):
                 engine.add_request(request_of(1, resumable=True))
         else:
             assert engine.add_request(request_of(1, resumable=True)).resumable
+
+
+@pytest.mark.parametrize("policy", ["isolate", "certified"])
+def test_a_thinking_budget_is_refused_under_every_policy(installed, policy):
+    """vLLM counts it by the place in the batch, which a request loses when others prefill."""
+    engine = engine_of(LLMEngine, Client(), "vllm.Scheduler", CoRunConfig(policy))
+    asked = SimpleNamespace(max_tokens=8, thinking_token_budget=4)
+    with pytest.raises(admission.RequestRefusedError, match="thinking_token_budget"):
+        engine.add_request(request_of(4, sampling_params=asked))
+    plain = SimpleNamespace(max_tokens=8, thinking_token_budget=None)
+    assert engine.add_request(request_of(4, sampling_params=plain))
+    off = engine_of(LLMEngine, Client(), "vllm.Scheduler", CoRunConfig("off"))
+    assert off.add_request(request_of(4, sampling_params=asked))

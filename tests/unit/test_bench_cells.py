@@ -36,6 +36,8 @@ def test_single_cells_replace_the_default_and_join_what_was_asked_for():
         (None, ["8/4 all"], "WORKLOAD ARRIVALS COUNT"),
         (None, ["8/4 all none"], "must be 1 or more, not 'none'"),
         (None, ["8/4 all 0"], "1 or more"),
+        (None, ["8/4 all ²"], "1 or more"),
+        (None, ["8/4 all " + "9" * 5000], "1 or more"),
         (None, ["8/4 sometimes 3"], "unknown arrivals"),
         (None, ["eight all 3"], "unknown workload"),
     ],

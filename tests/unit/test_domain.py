@@ -4,6 +4,7 @@ vLLM's own finished configs, a small torch model in the place of a loaded one. N
 """
 
 import json
+from types import SimpleNamespace
 from dataclasses import replace
 
 import pytest
@@ -135,17 +136,35 @@ def test_a_field_that_a_later_vllm_adds_is_in_it(model):
 
 def test_the_tokens_that_end_a_request_are_in_it(model, tmp_path, monkeypatch):
     plain = described(finished(model))
-    assert plain["endings"] == {"eos": 2, "tokenizer_eos": None, "sampling": {"top_k": 50}}
+    none = {"tokenizer_eos": None, "vocabulary": None}
+    assert plain["endings"] == {"eos": 2, **none, "sampling": {"top_k": 50}}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [198, 2]}))
     other = described(finished(model, generation_config=str(tmp_path)))
-    assert other["endings"] == {"eos": [2, 198], "tokenizer_eos": None, "sampling": {}}
+    assert other["endings"] == {"eos": [2, 198], **none, "sampling": {}}
     assert differing(plain, other) == {"endings"}
-    with monkeypatch.context() as patch:
-        tokenizer = type("Tokenizer", (), {"eos_token_id": 7})()
-        patch.setattr(settings, "cached_tokenizer_from_config", lambda config: tokenizer)
-        told = described(finished(model))
+
+    def with_words(words):
+        tokenizer = SimpleNamespace(eos_token_id=7, get_vocab=lambda: words)
+        with monkeypatch.context() as patch:
+            patch.setattr(settings, "cached_tokenizer_from_config", lambda config: tokenizer)
+            return described(finished(model))
+
+    told = with_words({"a": 0, "b": 1})
     assert told["endings"]["tokenizer_eos"] == 7
     assert differing(plain, told) == {"endings"}
+    assert not differing(told, with_words({"b": 1, "a": 0}))
+    # Other words for the same ids: structured outputs allow other tokens.
+    assert differing(told, with_words({"a": 1, "b": 0})) == {"endings"}
+
+
+def test_a_cpus_caches_are_in_its_name(monkeypatch):
+    """vLLM's CPU attention cuts the KV by the L2 cache's size."""
+    sizes = {"l1d_cache_size": 49152, "l2_cache_size": 2097152}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: sizes, raising=False)
+    one = domain.device_name()
+    assert one.endswith(" l1d:49152 l2:2097152")
+    monkeypatch.setitem(sizes, "l2_cache_size", 1048576)
+    assert domain.device_name() != one
 
 
 def test_a_reasoning_plugin_is_in_it_by_its_contents(model, tmp_path):

@@ -223,5 +223,11 @@ def test_engine_args_are_json_or_strings():
         "y": "a=b",
     }
     for wrong in ("max_model_len", "=3", "a b=3"):
-        with pytest.raises(ValueError, match="NAME=VALUE"):
-            parse_engine_args([wrong])
+        with pytest.raises(ValueError, match=r"--restart-arg .*NAME=VALUE"):
+            parse_engine_args([wrong], "--restart-arg")
+
+
+def test_a_restart_argument_that_vllm_does_not_know_is_told_before_any_engine(started):
+    report, text = go(started, good, good, restart_args={"max_num_batched_token": 64})
+    assert report.exit_status == CANNOT_RUN and not started[0]
+    assert "'max_num_batched_token' (did you mean max_num_batched_tokens?)" in text

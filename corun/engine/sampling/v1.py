@@ -4,7 +4,7 @@
 the LM head produced, with neutral rows below the active ones, and hands the n active rows back.
 vLLM's own code still applies what it applies entry by entry, exactly, on the active rows:
 
-- grammar masks, bad words, min_tokens, thinking budget: they write fixed values at chosen entries;
+- grammar masks, bad words, min_tokens: they write fixed values at chosen entries;
 - logit bias: one addition at chosen entries;
 - penalties: a product and two subtractions per entry, with operands from that row alone; a row that
   asked for none gets its logits times 1 minus 0, the same bits.
