@@ -75,6 +75,12 @@ def run(args: argparse.Namespace) -> int:
         f"measured and checked in {found.seconds:.1f} s; digest {found.certificate.digest}"
     )
     console.print(f"kept as {found.file}" if found.file else "not kept", soft_wrap=True)
+    if found.file:
+        console.print(
+            "From now on 'auto' plans by it. Another policy is another domain: answers from before "
+            "are not comparable with answers from now on.",
+            soft_wrap=True,
+        )
     return 0 if planner.verdicts(found.certificate, found.engine)[0].allowed else 1
 
 

@@ -42,6 +42,11 @@ Each line of the input is a JSON object with one of "prompt" (a string), "prompt
   {{"id": "a", "messages": [{{"role": "user", "content": "Hello"}}], "params": {{"n": 2}}}}
 Sampling parameters: {", ".join(PARAMETERS)}.
 
+Each line of the output has "index", "id", "prompt_tokens", "domain" (only answers of one domain are
+comparable to the bit), "request_digest" (names the request) and "outputs". Each of these has "index",
+"seed", "token_ids", "text", "finish_reason", "digest" (of its tokens and, where --logprobs asks for
+them, its logprobs) and "logprobs". A line that could not be answered has "error" instead.
+
 A run that was interrupted goes on where it stopped: give the same command again.
 Every other flag is one of vLLM's engine flags (--max-num-seqs, --dtype, ...); those that have the
 name of a flag above go after "--".

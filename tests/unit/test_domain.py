@@ -4,8 +4,8 @@ vLLM's own finished configs, a small torch model in the place of a loaded one. N
 """
 
 import json
-from types import SimpleNamespace
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 

@@ -30,6 +30,7 @@ MODE_COLORS = {
     "isolate": "#0072b2",
     "pack": "#56b4e9",
     "certified": "#009e73",
+    "certified+split": "#117733",
     "auto": "#332288",
 }
 UNKNOWN_MODE = "#b0a000"
@@ -41,6 +42,7 @@ MODE_MARKERS = {
     "isolate": "D",
     "pack": "^",
     "certified": "P",
+    "certified+split": "X",
     "auto": "*",
 }
 RUNNER_LINES = {"": "-", "v1": "--", "v2": ":"}
