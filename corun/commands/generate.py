@@ -43,7 +43,7 @@ Each line of the input is a JSON object with one of "prompt" (a string), "prompt
 Sampling parameters: {", ".join(PARAMETERS)}.
 
 Each line of the output has "index", "id", "prompt_tokens", "domain" (only answers of one domain are
-comparable to the bit), "request_digest" (names the request) and "outputs". Each of these has "index",
+comparable to the bit), "request_digest" (of the request) and "outputs". Each of these has "index",
 "seed", "token_ids", "text", "finish_reason", "digest" (of its tokens and, where --logprobs asks for
 them, its logprobs) and "logprobs". A line that could not be answered has "error" instead.
 
