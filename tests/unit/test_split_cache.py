@@ -8,7 +8,7 @@ offers is taken. No model runs. On every vLLM that CoRun supports (``make test-c
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from scheduler_traces import BLOCK_SIZE
 
@@ -88,12 +88,23 @@ def played(build, cls, asked, capacity):
     return shadow
 
 
+# A long output, then a prompt in which the same tokens stand; and the other way round, with the
+# first preempted while it decodes.
+GIVEN = [(2, 24, 30), (30, 1, 0)]
+TAKEN = [(30, 1, 6), (2, 24, 12), (30, 20, 0), (30, 20, 0), (29, 20, 0)]
+# Held schedulers preempt here, and what is computed again had split rows.
+CROWDED = [(3, 24, 0), (5, 16, 3), (8, 22, 3), (4, 16, 3)]
+
+
 @pytest.mark.parametrize("cls", (*FREE, *CLASSES))
 def test_every_request_computes_with_kv_of_its_own_kind(build, cls):
     seen: Counter = Counter()
 
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
     @given(requests, st.sampled_from((16, 20, 60)))
+    @example(GIVEN, 18)
+    @example(TAKEN, 18)
+    @example(CROWDED, 16)
     def run(asked, capacity):
         shadow = played(build, cls, asked, capacity)
         assert not shadow.wrong
@@ -103,12 +114,6 @@ def test_every_request_computes_with_kv_of_its_own_kind(build, cls):
     assert seen["slots"] > 10_000
     for what in ("hits", "split", "recomputed", "preempted"):
         assert seen[what], f"nothing was {what}"
-
-
-# A long output, then a prompt in which the same tokens stand; and the other way round, with the
-# first preempted while it decodes.
-GIVEN = [(2, 24, 30), (30, 1, 0)]
-TAKEN = [(30, 1, 6), (2, 24, 12), (30, 20, 0), (30, 20, 0), (29, 20, 0)]
 
 
 @pytest.mark.parametrize("cls", FREE)
