@@ -101,7 +101,8 @@ def trials(sizes: list[int], limits: Limits, thorough: bool) -> Iterator[Trial]:
         yield from (trial for trial in turn if trial is not None)
 
 
-def _last(sizes: list[int], sequence: int) -> Piece:
+def last_row(sizes: list[int], sequence: int) -> Piece:
+    """A sequence's last token."""
     return Piece(sequence, sizes[sequence] - 1, sizes[sequence])
 
 
@@ -112,7 +113,7 @@ def _decode_rows(sizes: list[int], limits: Limits) -> Iterator[Trial]:
     if most > 1:  # with one request at a time there is nothing beside it
         chosen.append([rng.randint(2, most) for _ in range(RANDOM_TRIALS)])
     for together in itertools.chain(*chosen):
-        step = tuple(_last(sizes, i) for i in rng.sample(able, together))
+        step = tuple(last_row(sizes, i) for i in rng.sample(able, together))
         yield Trial("decode_rows", (step,), decode=True)
 
 
@@ -177,6 +178,6 @@ def _mixed(sizes: list[int], limits: Limits) -> Iterator[Trial]:
         if length > sizes[prompt] or beside < 1:
             continue
         chosen = [decoding[(length * 3 + i) % len(decoding)] for i in range(beside)]
-        decode = tuple(_last(sizes, i) for i in chosen)
+        decode = tuple(last_row(sizes, i) for i in chosen)
         for start in {0, (sizes[prompt] - length) // 2}:
             yield Trial("mixed", ((*decode, Piece(prompt, start, start + length)),), decode=True)

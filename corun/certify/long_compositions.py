@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from corun.certify.certificate import StepClaim
-from corun.certify.compositions import Limits, Piece, Trial
+from corun.certify.compositions import Limits, Piece, Trial, last_row
 from corun.certify.trial import Run, TrialBench
 
 OTHERS = (400, 129, 65, 33, 17, 9, 2)
@@ -48,8 +48,8 @@ def long_trials(sizes: list[int], limits: Limits) -> Iterator[Trial]:
                 prompt = _whole(sizes, rng.choice(beside))
                 yield Trial("batched_prefill", (_shuffled(rng, [chunk, prompt]),), decode=False)
         if others and size > 1:
-            last = Piece(0, size - 1, size)
-            rows = [_last(sizes, i) for i in rng.sample(others, rng.randint(1, len(others)))]
+            last = last_row(sizes, 0)
+            rows = [last_row(sizes, i) for i in rng.sample(others, rng.randint(1, len(others)))]
             yield Trial("decode_rows", (_shuffled(rng, [last, *rows]),), decode=True)
             if prompts := [i for i in others if sizes[i] < limits.step_tokens]:
                 prompt = _whole(sizes, prompts[turn % len(prompts)])
@@ -66,10 +66,6 @@ def _position(rng: random.Random, size: int, turn: int) -> int:
 
 def _whole(sizes: list[int], sequence: int) -> Piece:
     return Piece(sequence, 0, sizes[sequence])
-
-
-def _last(sizes: list[int], sequence: int) -> Piece:
-    return Piece(sequence, sizes[sequence] - 1, sizes[sequence])
 
 
 def _shuffled(rng: random.Random, pieces: list[Piece]) -> tuple[Piece, ...]:

@@ -44,13 +44,8 @@ def add_split_option(group: Any) -> None:
 
 def given_settings(args: argparse.Namespace) -> dict[str, Any]:
     """The CoRun settings that were given as flags, in ``CoRunConfig``'s names."""
-    settings = {
-        "policy": args.policy,
-        "strict": args.strict,
-        "step_log": args.step_log,
-        "certificate": args.certificate,
-        "split_decode": args.split_decode,
-    }
+    names = ("policy", "strict", "step_log", "certificate", "split_decode")
+    settings = {name: getattr(args, name, None) for name in names}  # not every command has all
     return {name: value for name, value in settings.items() if value is not None}
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from corun.commands.model_names import check_model
-from corun.commands.options import add_json_option, add_split_option
+from corun.commands.options import add_json_option, add_split_option, given_settings
 from corun.config import POLICIES, CoRunConfig
 from corun.starting import say_starting
 
@@ -112,13 +112,8 @@ def run(args: argparse.Namespace) -> int:
     from corun.verify.run import VerifyOptions, verify
     from corun.verify.summary import print_summary
 
-    config = CoRunConfig.from_env() or CoRunConfig()
-    if args.policy:
-        config = replace(config, policy=args.policy)
-    if args.certificate:
-        config = replace(config, certificate=args.certificate)
-    if args.split_decode is not None:
-        config = replace(config, split_decode=args.split_decode)
+    # All at once: what the environment says may only be legal together with a flag.
+    config = replace(CoRunConfig.from_env() or CoRunConfig(), **given_settings(args))
     options = VerifyOptions(
         model=args.model,
         config=config,

@@ -87,7 +87,7 @@ def check_names(engine_args: Mapping[str, Any]) -> None:
     known = {*inspect.signature(LLM.__init__).parameters, *(f.name for f in fields(EngineArgs))}
     for name in engine_args:
         if name not in known:
-            near = get_close_matches(name, known, 1)
+            near = get_close_matches(name, sorted(known), 1)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(f"vLLM has no engine argument {name!r}{hint}")
 
