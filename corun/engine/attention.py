@@ -16,6 +16,8 @@ from corun.engine.runner_state import RunnerState
 SEAMS: tuple[tuple, ...] = (
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadata.max_num_splits"),
     ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadata.scheduler_metadata"),
+    ("vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadata.max_query_len"),
+    ("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version"),
     ("vllm.v1.attention.backends.mla.triton_mla", "_compute_num_kv_splits", ("max_seq_len",)),
     ("vllm.v1.worker.utils", "AttentionGroup.get_metadata_builder"),
     ("vllm.config", "AttentionConfig.flash_attn_max_num_splits_for_cuda_graph"),
@@ -39,8 +41,16 @@ def _one_split(metadata: Any, graph: bool, where: str) -> None:
         )
 
 
+LONGEST_QUERY = 256
+"""Tokens. FlashAttention 3 picks its tile by the longest query of a step: at head_dim 64 a decode
+row's bits change where longest query x query heads per KV head passes 64 (the one-warpgroup tile),
+and in pages of whole tiles where it passes the tile's rows, 192 at most (TMA). Told of at least so
+many tokens it always takes the same tile. At other head sizes no row was seen to change."""
+
+
 def _hold_flash_attn(builder: Any, state: RunnerState) -> None:
     build = builder.build
+    steady_tile = state.plan.policy != "isolate" and builder.headdim <= 64 and _is_fa3()
 
     if state.plan.certified:
         # No ahead-of-time schedule, not in graphs either: it is made for the whole batch.
@@ -50,11 +60,19 @@ def _hold_flash_attn(builder: Any, state: RunnerState) -> None:
         metadata = build(*args, **kwargs)
         if state.one_split:
             _one_split(metadata, state.graph and not state.plan.certified, "FLASH_ATTN")
+        if steady_tile:
+            metadata.max_query_len = max(metadata.max_query_len, LONGEST_QUERY)
         if state.split is not None:
             state.split.attach(metadata)
         return metadata
 
     builder.build = held
+
+
+def _is_fa3() -> bool:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return get_flash_attn_version() == 3
 
 
 def _hold_flash_attn_mla(builder: Any, state: RunnerState) -> None:

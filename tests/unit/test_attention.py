@@ -17,9 +17,11 @@ def runner(name, builder):
     return SimpleNamespace(attn_groups=[[group]])
 
 
-def flash(splits):
-    metadata = SimpleNamespace(max_num_splits=splits, scheduler_metadata="schedule")
-    return metadata, SimpleNamespace(build=lambda *a, **k: metadata)
+def flash(splits, headdim=128, longest=1):
+    metadata = SimpleNamespace(
+        max_num_splits=splits, scheduler_metadata="schedule", max_query_len=longest
+    )
+    return metadata, SimpleNamespace(build=lambda *a, **k: metadata, headdim=headdim)
 
 
 def test_eager_decode_has_one_split_and_no_schedule():
@@ -91,6 +93,7 @@ def test_an_unknown_backend_is_refused_by_name():
 
 
 CERTIFIED = certified(Rows.span(1, 64), Rows.span(1, 8))
+PACK = Plan("pack", 8, 64, False, "test")
 
 
 @pytest.mark.parametrize("decode_step", [True, False])
@@ -128,3 +131,24 @@ def test_packed_prefills_have_one_split():
     attention.install(runner("FLASH_ATTN", builder), state)
     builder.build(0, None)
     assert (metadata.max_num_splits, metadata.scheduler_metadata) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("plan", "headdim", "longest", "told"),
+    [
+        (CERTIFIED, 64, 1, 256),
+        (CERTIFIED, 64, 10, 256),
+        (CERTIFIED, 64, 300, 300),
+        (PACK, 64, 1, 256),
+        (isolate(8), 64, 1, 1),  # decode and prefill never meet, and a prefill is alone
+        (CERTIFIED, 128, 1, 1),
+    ],
+)
+def test_fa3_at_head_dim_64_always_takes_one_tile(monkeypatch, plan, headdim, longest, told):
+    from vllm.v1.attention.backends import fa_utils
+
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda: 3)
+    metadata, builder = flash(1, headdim, longest)
+    attention.install(runner("FLASH_ATTN", builder), RunnerState(plan, decode_step=longest == 1))
+    builder.build(0, None)
+    assert metadata.max_query_len == told
