@@ -124,10 +124,7 @@ def sampler(request, monkeypatch):
     layout = (
         {"logit_bias_state": bias, "bad_words_state": bad_words}
         if old
-        else {
-            "logits_processors": [bias, penalties, bad_words],
-            "thinking_budget_state": SimpleNamespace(enabled=False, apply=lambda *a: None),
-        }
+        else {"logits_processors": [bias, penalties, bad_words]}
     )
     plain = bare(
         Sampler,

@@ -65,7 +65,6 @@ SEAMS: tuple[tuple, ...] = (
     (_METADATA, "SamplingMetadata.bad_words_token_ids"),
     (_METADATA, "SamplingMetadata.no_penalties"),
     (_METADATA, "SamplingMetadata.logitsprocs"),
-    (_METADATA, "SamplingMetadata.thinking_budget_state_holder"),
     ("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS"),
     (_BUILTIN, "MinPLogitsProcessor"),
     (_BUILTIN, "MinTokensLogitsProcessor"),
@@ -255,12 +254,10 @@ def _own_entries(metadata: SamplingMetadata, rows: int, device: torch.device) ->
 
 def _asks_processing(metadata: SamplingMetadata) -> bool:
     """Whether any row asks vLLM's processors for anything."""
-    holder = metadata.thinking_budget_state_holder
     if (
         metadata.allowed_token_ids_mask is not None
         or metadata.bad_words_token_ids
         or not metadata.no_penalties
-        or (holder is not None and holder.has_tracked_requests())
     ):
         return True
     for processor in metadata.logitsprocs.non_argmax_invariant:

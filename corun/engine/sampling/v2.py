@@ -2,10 +2,11 @@
 
 ``CoRunSampler`` takes the place of ``runner.sampler`` and shares all of its state. In a decode step
 it works on all R rows that the LM head produced, with neutral rows below the active ones.
-vLLM's own kernels still apply logit bias, allowed tokens, min_tokens, penalties, bad words and the
-thinking budget, on the active rows: each runs one program per row (or per row and block), reads the
-state of that row's request only, and computes entry by entry. The three stages of the bias kernel
-run as separate launches, since inside one of them different threads may write the same entry.
+vLLM's own kernels still apply logit bias, allowed tokens, min_tokens, penalties and bad words, on
+the active rows: each runs one program per row (or per row and block), reads the state of that row's
+request only, and computes entry by entry. The three stages of the bias kernel run as separate
+launches, since inside one of them different threads may write the same entry. (Thinking budgets are
+refused at admission.)
 
 Not vLLM's: temperature, min_p, top-k, top-p, the draw, and logprobs.
 """
@@ -65,7 +66,6 @@ SEAMS_BY_VERSION: dict[str, tuple[tuple, ...]] = {
         (f"{_SAMPLE}.logit_bias", "LogitBiasState.apply", ("logits", "ctx")),
         (f"{_SAMPLE}.penalties", "PenaltiesState.apply", ("logits", "ctx")),
         (f"{_SAMPLE}.bad_words", "BadWordsState.apply", ("logits", "ctx")),
-        (f"{_SAMPLE}.thinking_budget", "ThinkingBudgetState.apply", ("logits", "ctx")),
     ),
 }
 
@@ -175,12 +175,10 @@ class CoRunSampler(Sampler):
 
     def _asks_processing(self, slots: np.ndarray) -> bool:
         """Whether any row asks vLLM's processors for anything."""
-        thinking = getattr(self, "thinking_budget_state", None)  # 0.32
         return bool(
             self._bias_stages[0].use_logit_bias[slots].any()
             or self.penalties_state.use_penalty[slots].any()
             or _bad_words_state(self).num_bad_words.np[slots].any()
-            or (thinking is not None and thinking.enabled and _thinks(thinking, slots))
         )
 
     def _process(self, rows: torch.Tensor, input_batch: Any, last: torch.Tensor) -> None:
@@ -209,7 +207,6 @@ class CoRunSampler(Sampler):
         for processor in (*self._bias_stages, self.penalties_state, bad_words):
             done = processor.apply(rows, context)
             assert done.data_ptr() == rows.data_ptr(), "a logits processor did not work in place"
-        self.thinking_budget_state.apply(rows, context)
 
     def _own_entries(self, input_batch: Any, rows: int) -> OwnEntries | None:
         """The entries that rows named through ``logprob_token_ids``."""
@@ -251,10 +248,6 @@ def _split_bias(state: LogitBiasState) -> list[LogitBiasState]:
                 setattr(view, other, nothing)
         stages.append(view)
     return stages
-
-
-def _thinks(thinking: Any, slots: np.ndarray) -> bool:
-    return bool(thinking.use_thinking_budget[slots].any())
 
 
 def install(runner: Any) -> None:
