@@ -1,12 +1,13 @@
 """Typed reading of operator files ("corun-bench-operators/1") and step files ("…-steps/1")."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from corun.bench import mode_names
 from corun.bench.fields import Fields, is_number, read_json
+from corun.bench.records import BESIDE
 
 OPERATORS_FORMAT = "corun-bench-operators/1"
 STEPS_FORMAT = "corun-bench-steps/1"
@@ -110,11 +111,16 @@ def parse_step_times(fields: Fields, path: Path) -> StepTimeFile:
         fields.object("hardware"),
         fields.object("versions"),
         fields.items("steps", _step_time),
-        tuple(
-            f"{mode_names.label(mode)} could not run: {why}"
-            for mode, why in (fields.object("failed") if "failed" in fields.given else {}).items()
-        ),
+        tuple(_step_notes(fields)),
     )
+
+
+def _step_notes(fields: Fields) -> Iterator[str]:
+    for mode, why in (fields.object("failed") if "failed" in fields.given else {}).items():
+        yield f"{mode_names.label(mode)} could not run: {why}"
+    beside = max((step.get(BESIDE, 0) for step in fields.given["steps"]), default=0)
+    if beside:
+        yield f"{beside + 1} engines were up together; they were measured one after the other"
 
 
 def _left_out(fields: Fields) -> tuple[str, ...]:

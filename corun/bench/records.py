@@ -10,6 +10,8 @@ from corun.bench.fields import Fields, RecordError, is_count, is_number, read_js
 from corun.bench.workload import parse_arrivals
 
 FORMAT = "corun-bench-run/1"
+BESIDE = "engines_beside"
+"""The setting that says how many other engines were up, and idle, on the same machine."""
 SAME_SETTINGS = (
     "max_num_batched_tokens",
     "max_model_len",

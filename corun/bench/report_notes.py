@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from corun.bench import mode_names, summary
 from corun.bench.mode_names import label
+from corun.bench.records import BESIDE
 from corun.bench.report_tables import text
 from corun.bench.results import Group
 
@@ -19,6 +20,7 @@ def of_group(group: Group) -> list[str]:
         *_unchecked(group),
         *_asked(group),
         *_missing(group),
+        *_beside(group),
         *_unlike(group),
     ]
 
@@ -91,12 +93,23 @@ def _missing(group: Group) -> Iterator[str]:
             yield f"{_start(mode)} did not record the rows that it ran: its padding is not known."
 
 
+def _beside(group: Group) -> Iterator[str]:
+    """Runs that were made with other engines up, by how many. Older files do not say: none."""
+    found: dict[int, list[str]] = {}
+    for mode in group.modes:
+        for count in sorted({run.settings.get(BESIDE, 0) for run in group.runs(mode)} - {0}):
+            found.setdefault(count, []).append(label(mode))
+    for count, modes in sorted(found.items()):
+        engines = "one other engine was" if count == 1 else f"{count} other engines were"
+        yield f"While {', '.join(modes)} ran, {engines} up beside it, idle."
+
+
 def _unlike(group: Group) -> Iterator[str]:
     """Settings that are not required to be the same, where they are not."""
     told: dict[str, list[str]] = {}
     for comparison in group.comparisons:
         first = {mode: runs[0].settings for mode, runs in comparison.modes.items()}
-        for name in sorted({name for settings in first.values() for name in settings}):
+        for name in sorted({name for settings in first.values() for name in settings} - {BESIDE}):
             by_value: dict[str, list[str]] = {}
             for mode, settings in first.items():
                 by_value.setdefault(text(settings.get(name)), []).append(label(mode))

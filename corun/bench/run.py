@@ -6,9 +6,7 @@ and finished ones are kept. A directory with another plan in it is refused.
 """
 
 import argparse
-import json
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,17 +15,17 @@ from typing import Any
 
 from corun.bench import machine
 from corun.bench.cells import DEFAULT_WORKLOAD, Cell, cells
-from corun.bench.mode_child import run_child
+from corun.bench.mode_child import Child, run_children
 from corun.bench.mode_process import MODES, parse_mode
 from corun.bench.model_requests import build_for
-from corun.bench.records import read_run
 from corun.bench.requests import RequestSet
 from corun.bench.run_child import Item, Spec
+from corun.bench.run_directory import claim, is_kept, requests_file, run_file
+from corun.bench.run_order import Process, groups, slots
+from corun.bench.shared_gpu import shared_engine_args
 from corun.bench.workload import WORKLOADS
-from corun.jobs.files import write_json
 
 CHILD = "corun.bench.run_child"
-PLAN_FILE = "plan.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--one-engine", action="store_true", help="repeats share their mode's one engine"
     )
+    parser.add_argument(
+        "--together",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="start all engines, or N at a time, at once: one a mode, which its repeats share. "
+        "They run one after the other, side by side in each cell. All must fit: on a GPU each "
+        "takes its weights and --engine-arg kv_cache_memory_bytes=BYTES, which must be given",
+    )
+    parser.add_argument(
+        "--sweep-rows",
+        metavar="N,N",
+        help="the benchmark with each of these max_num_seqs, in DIR/rows-N (the cost of padding)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the request sets; default 0")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument(
@@ -79,72 +92,85 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, rows_help="max_num_seqs; default 32 on a CPU, 256 on a GPU")
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One engine start: a mode, and the repeats that it makes."""
-
-    mode: str
-    repeats: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class Outcome:
-    """What became of a benchmark: run files made and kept, and modes that failed, with why."""
+    """What became of a benchmark: run files made and kept, and engines that failed, with why."""
 
     made: int = 0
     kept: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
 
-def processes(modes: Sequence[str], repeats: int, *, one_engine: bool) -> list[Process]:
-    """Engine starts in order; each repeat begins with another mode: none is always the first."""
-    if one_engine:
-        return [Process(mode, tuple(range(repeats))) for mode in modes]
-    found = []
-    for repeat in range(repeats):
-        turn = repeat % len(modes)
-        found += [Process(mode, (repeat,)) for mode in (*modes[turn:], *modes[:turn])]
-    return found
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process to start: its engine's name, what it runs, and the number of each run's turn."""
 
-
-def run_file(mode: str, workload: str, arrivals: str, repeat: int) -> str:
-    """The name of a run's file."""
-    return f"run-{_plain('-'.join((workload, arrivals, mode, str(repeat))))}.json"
+    name: str
+    spec: Spec
+    turns: tuple[int, ...]
 
 
 def run(args: argparse.Namespace) -> int:
     """Benchmark; 0, or 2 where a mode failed."""
     from corun.commands.model_names import check_model
+    from corun.engine.arguments import current_platform
 
     check_model(args.model)
-    modes = [parse_mode(mode) for mode in args.modes.split(",")]
+    modes = list(dict.fromkeys(parse_mode(mode) for mode in args.modes.split(",")))
     chosen = cells(args.workloads, args.arrivals, args.count, args.repeats, args.cell)
-    engine_args = _engine_args(args)
-    sets = _request_sets(args, chosen)
-    directory = Path(args.out)
-    _claim(directory, _plan(args, engine_args, sets), fresh=args.fresh)
-    files = {cell: _requests_file(directory, cell) for cell in chosen}
-    for cell, made in sets.items():
-        made.save(files[cell])
-    outcome = Outcome()
     repeats = max(cell.repeats for cell in chosen)
-    for process in processes(modes, repeats, one_engine=args.one_engine):
-        items = []
+    sweep = _sweep(args)
+    order = groups(modes, repeats, one_engine=args.one_engine, together=args.together, sweep=sweep)
+    on_cpu = current_platform.is_cpu()
+    engine_args = _engine_args(args, on_cpu=on_cpu)
+    shared_engine_args(engine_args, max(map(len, order)), on_cpu=on_cpu)  # or no engine starts
+    sets = _request_sets(args, chosen)
+    directories = {
+        rows: Path(args.out, f"rows-{rows}" if args.sweep_rows else "") for rows in sweep
+    }
+    for rows, directory in directories.items():
+        claim(directory, _plan(args, rows, engine_args, sets), fresh=args.fresh)
         for cell, made in sets.items():
-            for repeat in (r for r in process.repeats if r < cell.repeats):
-                name = run_file(process.mode, made.workload, cell.arrivals, repeat)
-                if _is_kept(directory / name, made.digest):
-                    outcome.kept += 1
-                    continue
-                out = str(directory / name)
-                items.append(Item(str(files[cell]), cell.arrivals, repeat, repeat, out))
-        if items and process.mode not in outcome.failed:
-            _execute(_spec(args, process.mode, engine_args, items), args.timeout, outcome)
-    print(f"{outcome.made} runs made, {outcome.kept} kept from before, in {directory}")
-    print(f"for figures and tables: corun bench report {directory}")
-    for mode, why in outcome.failed.items():
-        print(f"{mode} failed: {why}", file=sys.stderr)
+            made.save(requests_file(directory, cell))
+    outcome = Outcome()
+    for group in order:
+        items: dict[Process, dict[int, Item]] = {}
+        for slot in slots(group, list(sets)):
+            process, cell, repeat = slot.process, slot.cell, slot.repeat
+            directory, made = directories[process.rows], sets[cell]
+            path = directory / run_file(process.mode, made.workload, cell.arrivals, repeat)
+            if is_kept(path, made.digest):
+                outcome.kept += 1
+            elif process.name not in outcome.failed:
+                turn = sum(map(len, items.values()))
+                requests = str(requests_file(directory, cell))
+                item = Item(requests, cell.arrivals, repeat, repeat, str(path))
+                items.setdefault(process, {})[turn] = item
+        if items:
+            shared = shared_engine_args(engine_args, len(items), on_cpu=on_cpu)
+            started = [
+                Started(process.name, _spec(args, process, shared, list(own.values())), tuple(own))
+                for process, own in items.items()
+            ]
+            _execute(started, args.timeout, outcome)
+    print(f"{outcome.made} runs made, {outcome.kept} kept from before, in {args.out}")
+    print(f"for figures and tables: corun bench report {args.out}")
+    for name, why in outcome.failed.items():
+        print(f"{name} failed: {why}", file=sys.stderr)
     return 2 if outcome.failed else 0
+
+
+def _sweep(args: argparse.Namespace) -> list[int | None]:
+    """What ``--sweep-rows`` asks for, or else ``--rows``."""
+    if args.sweep_rows is None:
+        return [None]
+    parts = args.sweep_rows.split(",")
+    if args.rows is not None or not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(
+            f"--sweep-rows is numbers of rows such as 8,64,256, without --rows, not "
+            f"{args.sweep_rows!r}"
+        )
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def _request_sets(args: argparse.Namespace, chosen: Sequence[Cell]) -> dict[Cell, RequestSet]:
@@ -162,16 +188,11 @@ def _request_sets(args: argparse.Namespace, chosen: Sequence[Cell]) -> dict[Cell
     return {cell: built[cell.workload.name, cell.count] for cell in chosen}
 
 
-def _requests_file(directory: Path, cell: Cell) -> Path:
-    return directory / "requests" / f"{_plain(cell.workload.name)}-{cell.count}.json"
-
-
-def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
+def _engine_args(args: argparse.Namespace, *, on_cpu: bool) -> dict[str, Any]:
     """Keywords of vLLM's LLM that all modes share."""
     from corun.commands.verify import engine_args
-    from corun.engine.arguments import CPU_TOKENS, GPU_TOKENS, current_platform
+    from corun.engine.arguments import CPU_TOKENS, GPU_TOKENS
 
-    on_cpu = current_platform.is_cpu()
     shared: dict[str, Any] = {
         "max_model_len": args.max_model_len,
         "max_num_batched_tokens": args.tokens or (CPU_TOKENS if on_cpu else GPU_TOKENS),
@@ -183,13 +204,16 @@ def _engine_args(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(
-    args: argparse.Namespace, engine_args: dict[str, Any], sets: Mapping[Cell, RequestSet]
+    args: argparse.Namespace,
+    rows: int | None,
+    engine_args: dict[str, Any],
+    sets: Mapping[Cell, RequestSet],
 ) -> dict[str, Any]:
     """What every run in a directory has in common. Modes and cells may be added later."""
     return {
         "format": "corun-bench-plan/1",
         "model": args.model,
-        "rows": args.rows,
+        "rows": rows or args.rows,
         "temperature": args.temperature,
         "logprobs": not args.no_logprobs,
         "seeded": not args.unseeded,
@@ -201,54 +225,15 @@ def _plan(
     }
 
 
-def _claim(directory: Path, plan: dict[str, Any], *, fresh: bool) -> None:
-    """Make `directory` this benchmark's. ValueError where it holds another's results."""
-    file = directory / PLAN_FILE
-    if fresh and file.exists():
-        for path in directory.glob("run-*.json"):
-            path.unlink()
-        shutil.rmtree(directory / "requests", ignore_errors=True)
-        file.unlink()
-    elif file.exists():
-        held = json.loads(file.read_text())
-        asked = json.loads(json.dumps(plan))
-        asked["requests"] = {**held.get("requests", {}), **asked["requests"]}
-        changed = [
-            name for name in {*held, *asked} - {"requests"} if held.get(name) != asked.get(name)
-        ]
-        changed += [c for c, d in held.get("requests", {}).items() if asked["requests"][c] != d]
-        if changed:
-            raise ValueError(
-                f"{directory} holds results of another benchmark ({', '.join(sorted(changed))} "
-                "differ); choose another --out, or --fresh to delete them"
-            )
-        plan = asked
-    elif directory.exists() and any(directory.glob("run-*.json")):
-        raise ValueError(f"{directory} holds runs without a {PLAN_FILE}; choose another --out")
-    (directory / "requests").mkdir(parents=True, exist_ok=True)
-    write_json(file, plan)
-
-
-def _plain(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-.@+" else "_" for c in name)
-
-
-def _is_kept(path: Path, digest: str) -> bool:
-    """Whether a run's file is there, and of these requests. RecordError where it is damaged."""
-    if not path.exists():
-        return False
-    return read_run(path).requests_digest == digest
-
-
 def _spec(
-    args: argparse.Namespace, mode: str, engine_args: dict[str, Any], items: list[Item]
+    args: argparse.Namespace, process: Process, engine_args: dict[str, Any], items: list[Item]
 ) -> Spec:
     from corun.engine.arguments import CPU_ROWS, GPU_ROWS, current_platform
 
     return Spec(
         model=args.model,
-        mode=mode,
-        rows=args.rows or (CPU_ROWS if current_platform.is_cpu() else GPU_ROWS),
+        mode=process.mode,
+        rows=process.rows or args.rows or (CPU_ROWS if current_platform.is_cpu() else GPU_ROWS),
         temperature=args.temperature,
         logprobs=not args.no_logprobs,
         seeded=not args.unseeded,
@@ -261,9 +246,10 @@ def _spec(
     )
 
 
-def _execute(spec: Spec, timeout_s: float, outcome: Outcome) -> None:
-    try:
-        run_child(CHILD, spec.mode, asdict(spec), timeout_s)
-    except RuntimeError as error:
-        outcome.failed[spec.mode] = str(error)
-    outcome.made += sum(os.path.exists(item.out) for item in spec.items)
+def _execute(started: Sequence[Started], timeout_s: float, outcome: Outcome) -> None:
+    """Start all of them at once, and let them take their turns."""
+    children = [Child(CHILD, one.spec.mode, asdict(one.spec), one.turns) for one in started]
+    for one, why in zip(started, run_children(children, timeout_s), strict=True):
+        if why is not None:
+            outcome.failed[one.name] = why
+        outcome.made += sum(os.path.exists(item.out) for item in one.spec.items)

@@ -1,6 +1,7 @@
 """The process of one mode of ``corun bench run``: one engine, its runs one after the other.
 
-Each run's file is written when the run is over, all of it or nothing.
+Each run's file is written when the run is over, all of it or nothing. Each run is a turn: engines
+that were started together never run at the same time (``corun.bench.turns``).
 """
 
 import json
@@ -14,8 +15,9 @@ from corun.bench import machine, requests
 from corun.bench.arrivals import Arrivals
 from corun.bench.drive import Driven, drive
 from corun.bench.mode_process import config_of, engine_args_of
-from corun.bench.records import FORMAT
+from corun.bench.records import BESIDE, FORMAT
 from corun.bench.requests import BenchRequest
+from corun.bench.turns import Turns
 from corun.bench.workload import parse_arrivals
 from corun.config import CoRunConfig
 from corun.contract import fingerprint
@@ -58,8 +60,8 @@ class Spec:
     items: list[Item]
 
 
-def execute(spec: Spec) -> None:
-    """Start the engine and make every run of `spec`."""
+def execute(spec: Spec, turns: Turns) -> None:
+    """Start the engine and make every run of `spec`, each in its turn."""
     from corun.engine import step_watch
     from corun.verify.engine import close_engine, defaults, open_engine
 
@@ -70,50 +72,77 @@ def execute(spec: Spec) -> None:
     start_s = time.perf_counter() - began
     try:
         watched = step_watch.watch(llm)
+        turns.ready()
         for number, item in enumerate(spec.items):
-            loaded = requests.load(item.requests)
-            warmed = _warm_up(llm, spec, loaded.requests, first=number == 0)
-            watched.clear()
-            driven = drive(
-                llm.llm_engine,
-                loaded.requests,
-                parse_arrivals(item.arrivals),
-                lambda request: _params(request, spec),
-                order_seed=item.order_seed,
-                times_seed=spec.seed,
-            )
-            record = {
-                "format": FORMAT,
-                "mode": spec.mode,
-                "workload": loaded.workload,
-                "source": loaded.source,
-                "arrivals": item.arrivals,
-                "requests_digest": loaded.digest,
-                "count": len(loaded.requests),
-                "order_seed": item.order_seed,
-                "repeat": item.repeat,
-                "model": Path(spec.model).name if Path(spec.model).is_dir() else spec.model,
-                "command": spec.command,
-                "date": machine.today(),
-                "settings": _settings(llm, spec),
-                "hardware": machine.hardware(),
-                "versions": machine.versions(),
-                **_held(llm, config),
-                "start_s": start_s,
-                "warmup_s": warmed,
-                "wall_s": driven.wall_s,
-                "requests": [answer.to_mapping() for answer in driven.answers],
-                "steps": _steps(watched, driven),
-            }
-            write_json(item.out, record)
-            tokens = sum(len(answer.tokens) for answer in driven.answers)
-            print(
-                f"{spec.mode}: {loaded.workload}, arrivals {item.arrivals}, repeat {item.repeat}: "
-                f"{tokens / driven.wall_s:,.0f} output tokens/s",
-                flush=True,
-            )
+            with turns.take(number) as beside:
+                _run(
+                    llm,
+                    watched,
+                    spec,
+                    item,
+                    first=number == 0,
+                    config=config,
+                    start_s=start_s,
+                    beside=beside,
+                )
+        turns.leave()
     finally:
         close_engine(llm)
+
+
+def _run(
+    llm: Any,
+    watched: Any,
+    spec: Spec,
+    item: Item,
+    *,
+    first: bool,
+    config: CoRunConfig,
+    start_s: float,
+    beside: int,
+) -> None:
+    """Make one run and write its file. first: the engine's first run. beside: idle engines."""
+    loaded = requests.load(item.requests)
+    warmed = _warm_up(llm, spec, loaded.requests, first=first)
+    watched.clear()
+    driven = drive(
+        llm.llm_engine,
+        loaded.requests,
+        parse_arrivals(item.arrivals),
+        lambda request: _params(request, spec),
+        order_seed=item.order_seed,
+        times_seed=spec.seed,
+    )
+    record = {
+        "format": FORMAT,
+        "mode": spec.mode,
+        "workload": loaded.workload,
+        "source": loaded.source,
+        "arrivals": item.arrivals,
+        "requests_digest": loaded.digest,
+        "count": len(loaded.requests),
+        "order_seed": item.order_seed,
+        "repeat": item.repeat,
+        "model": Path(spec.model).name if Path(spec.model).is_dir() else spec.model,
+        "command": spec.command,
+        "date": machine.today(),
+        "settings": {**_settings(llm, spec), BESIDE: beside},
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        **_held(llm, config),
+        "start_s": start_s,
+        "warmup_s": warmed,
+        "wall_s": driven.wall_s,
+        "requests": [answer.to_mapping() for answer in driven.answers],
+        "steps": _steps(watched, driven),
+    }
+    write_json(item.out, record)
+    tokens = sum(len(answer.tokens) for answer in driven.answers)
+    print(
+        f"{spec.mode}: {loaded.workload}, arrivals {item.arrivals}, repeat {item.repeat}: "
+        f"{tokens / driven.wall_s:,.0f} output tokens/s",
+        flush=True,
+    )
 
 
 def _params(request: BenchRequest, spec: Spec, max_tokens: int | None = None) -> Any:
@@ -197,11 +226,11 @@ def _steps(watched: Any, driven: Driven) -> dict[str, list] | None:
     }
 
 
-def main(spec_file: str) -> None:
-    """Read a Spec as JSON and execute it."""
+def main(spec_file: str, seat_file: str) -> None:
+    """Read a Spec and a Seat as JSON and execute them."""
     given = json.loads(Path(spec_file).read_text())
     items = [Item(**item) for item in given.pop("items")]
-    execute(Spec(items=items, **given))
+    execute(Spec(items=items, **given), Turns.read(seat_file))
 
 
 if __name__ == "__main__":

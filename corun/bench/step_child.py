@@ -1,4 +1,7 @@
-"""The process of one mode of ``corun bench steps``: one engine, every shape, one answer file."""
+"""The process of one mode of ``corun bench steps``: one engine, every shape, one answer file.
+
+Each shape is a turn among the engines that were started together (``corun.bench.turns``).
+"""
 
 import json
 import sys
@@ -7,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from corun.bench.mode_process import config_of, engine_args_of
+from corun.bench.records import BESIDE
+from corun.bench.turns import Turns
 from corun.jobs.files import write_json
 
 
@@ -32,8 +37,8 @@ class Spec:
     engine_args: dict[str, Any]
 
 
-def measure(spec: Spec) -> list[dict[str, Any]]:
-    """Measure every shape on one engine; the entries of the file's "steps"."""
+def measure(spec: Spec, turns: Turns) -> list[dict[str, Any]]:
+    """Measure every shape on one engine, each in its turn; the entries of the file's "steps"."""
     from corun.bench.step_profile import measure_steps
     from corun.verify.engine import close_engine, defaults, open_engine
 
@@ -44,13 +49,16 @@ def measure(spec: Spec) -> list[dict[str, Any]]:
     llm = open_engine(spec.model, config, random_weights=spec.random_weights, **keywords)
     entries = []
     try:
+        turns.ready()
         for i, shape in enumerate(spec.shapes):
-            found = measure_steps(llm, shape.lengths, steps=spec.steps, seed=i)
+            with turns.take(i) as beside:
+                found = measure_steps(llm, shape.lengths, steps=spec.steps, seed=i)
             entries.append(
                 {
                     "mode": spec.mode,
                     "rows": len(shape.lengths),
                     "context": shape.context,
+                    BESIDE: beside,
                     "total_us": found.total_us,
                     "wall_us": found.wall_us,
                     "by_type": found.by_type,
@@ -59,16 +67,17 @@ def measure(spec: Spec) -> list[dict[str, Any]]:
                     ],
                 }
             )
+        turns.leave()
     finally:
         close_engine(llm)
     return entries
 
 
-def main(spec_file: str, answer_file: str) -> None:
-    """Read a Spec as JSON, measure, write the entries as JSON."""
+def main(spec_file: str, answer_file: str, seat_file: str) -> None:
+    """Read a Spec and a Seat as JSON, measure, write the entries as JSON."""
     given = json.loads(Path(spec_file).read_text())
     shapes = [Shape(**shape) for shape in given.pop("shapes")]
-    write_json(answer_file, measure(Spec(shapes=shapes, **given)))
+    write_json(answer_file, measure(Spec(shapes=shapes, **given), Turns.read(seat_file)))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,18 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from corun.bench import machine
-from corun.bench.mode_child import run_child
+from corun.bench.mode_child import Child, run_children
 from corun.bench.mode_process import MODES, parse_mode
+from corun.bench.run_order import group_size
+from corun.bench.shared_gpu import shared_engine_args
 from corun.bench.step_child import Shape, Spec
+from corun.bench.turns import rotated
 from corun.jobs.files import write_json
 
 FORMAT = "corun-bench-steps/1"
@@ -56,6 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=16, help="steps to time, and to profile")
     parser.add_argument(
+        "--together",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="start the engines of all modes, or of N at a time, at once; they are then measured "
+        "one after the other. On a GPU each takes its weights and --engine-arg "
+        "kv_cache_memory_bytes=BYTES, which must be given",
+    )
+    parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds that a mode may take (default 600)"
     )
     parser.add_argument("--certificate", metavar="FILE", help="for certified and pack")
@@ -74,31 +88,42 @@ def run(args: argparse.Namespace) -> int:
     """Measure every mode and write one file; 0, or 2 where a mode failed."""
     from corun.commands.model_names import check_model
     from corun.commands.verify import engine_args
+    from corun.engine.arguments import current_platform
 
     check_model(args.model)
-    modes = [parse_mode(mode) for mode in args.modes.split(",")]
+    modes = list(dict.fromkeys(parse_mode(mode) for mode in args.modes.split(",")))
     shapes = shapes_of(args.requests, args.context)
     if args.steps < 1:
         raise ValueError("--steps must be 1 or more")
     rows = args.rows or max(len(shape.lengths) for shape in shapes)
+    chosen = engine_args(args)
+    on_cpu = current_platform.is_cpu()
+    size = group_size(args.together, len(modes))
+    shared_engine_args(chosen, size, on_cpu=on_cpu)  # or no engine starts
     steps: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    for mode in modes:
-        spec = Spec(
-            model=args.model,
-            mode=mode,
-            rows=rows,
-            shapes=shapes,
-            steps=args.steps,
-            random_weights=args.random_weights,
-            certificate=args.certificate,
-            engine_args=engine_args(args),
-        )
-        try:
-            steps += measure_apart(spec, args.timeout)
-        except RuntimeError as e:
-            failed[mode] = str(e)
-            print(f"{mode}: {e}", file=sys.stderr)
+    for start in range(0, len(modes), size):
+        group = modes[start : start + size]
+        shared = shared_engine_args(chosen, len(group), on_cpu=on_cpu)
+        specs = [
+            Spec(
+                model=args.model,
+                mode=mode,
+                rows=rows,
+                shapes=shapes,
+                steps=args.steps,
+                random_weights=args.random_weights,
+                certificate=args.certificate,
+                engine_args=shared,
+            )
+            for mode in group
+        ]
+        for mode, found in zip(group, measure_apart(specs, args.timeout), strict=True):
+            if isinstance(found, str):
+                failed[mode] = found
+                print(f"{mode}: {found}", file=sys.stderr)
+            else:
+                steps += found
     if not steps:
         raise RuntimeError("no mode could be measured; nothing was written")
     write_json(args.out, _file(args, rows, steps, failed))
@@ -106,12 +131,26 @@ def run(args: argparse.Namespace) -> int:
     return 2 if failed else 0
 
 
-def measure_apart(spec: Spec, timeout_s: float) -> list[dict[str, Any]]:
-    """What a process of its own measured of `spec`. RuntimeError where it failed."""
+def measure_apart(specs: Sequence[Spec], timeout_s: float) -> list[list[dict[str, Any]] | str]:
+    """What processes of their own measured, each its spec, shape by shape; or why one failed.
+
+    They start at once and take turns, see ``corun.bench.mode_child.run_children``. All specs have
+    the same shapes.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        answer = Path(directory, "steps.json")
-        run_child(CHILD, spec.mode, asdict(spec), timeout_s, str(answer))
-        return list(json.loads(answer.read_text()))
+        answers = [Path(directory, f"steps-{k}.json") for k in range(len(specs))]
+        turns: list[list[int]] = [[] for _ in specs]
+        for number in range(len(specs[0].shapes)):
+            for place, k in enumerate(rotated(range(len(specs)), number)):
+                turns[k].append(number * len(specs) + place)
+        children = [
+            Child(CHILD, spec.mode, asdict(spec), tuple(mine), (str(answer),))
+            for spec, mine, answer in zip(specs, turns, answers, strict=True)
+        ]
+        return [
+            list(json.loads(answer.read_text())) if why is None else why
+            for answer, why in zip(answers, run_children(children, timeout_s), strict=True)
+        ]
 
 
 def _file(

@@ -98,6 +98,27 @@ def test_isolate_repeats_itself_in_another_order(results):
     assert len(set(digests[0])) == 6
 
 
+def test_engines_that_are_up_together_give_the_same_bits_in_turn(results, shallow_model, tmp_path):
+    out = tmp_path / "together"
+    assert bench_run.run(parse(shallow_model, out, "--together")) == 0
+    files = sorted(out.glob("run-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    runs = [json.loads(path.read_text()) for path in files]
+    assert [(run["mode"], run["repeat"]) for run in runs] == [
+        (MODES[0], 0),
+        (MODES[1], 0),
+        (MODES[1], 1),
+        (MODES[0], 1),
+    ]
+    assert [run["settings"]["engines_beside"] for run in runs] == [1] * 4
+    for path, run in zip(files, runs, strict=True):
+        if run["mode"] == "isolate":
+            alone = json.loads((results[0] / path.name).read_text())
+            assert alone["settings"]["engines_beside"] == 0
+            digests = [[r["digest"] for r in made["requests"]] for made in (alone, run)]
+            print(f"compared {len(digests[0])} digests of 6 tokens and 6 logprobs each")
+            assert len(digests[0]) == 6 and digests[0] == digests[1]
+
+
 def test_the_report_is_made_of_the_files(results):
     page = report.write(results[0])
     text = page.read_text()

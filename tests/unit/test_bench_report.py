@@ -337,6 +337,21 @@ def test_notes_of_settings_that_differ(tmp_path):
     assert f"{told} (burstgpt, 1024/128)." in notes_of(tmp_path, *alike, *other)
 
 
+def test_notes_of_engines_that_were_up_beside(tmp_path):
+    beside = {n: {**bench_files.SETTINGS, "engines_beside": n} for n in (0, 1, 3)}
+    notes = notes_of(
+        tmp_path,
+        bench_files.run("std", settings=beside[3]),
+        bench_files.run("bi", settings=beside[0]),
+        bench_files.run("isolate", settings=beside[3]),
+        bench_files.run("isolate", repeat=1, settings=beside[1]),
+        bench_files.run("pack"),  # of before such runs were made
+    )
+    assert "While CoRun isolate ran, one other engine was up beside it, idle." in notes
+    assert "While plain vLLM, CoRun isolate ran, 3 other engines were up beside it, idle." in notes
+    assert "engines_beside" not in notes and notes.count("beside") == 2
+
+
 def test_names_from_files_cannot_write_into_the_page(tmp_path):
     hostile = '<script>alert("1")</script>&'
     record = bench_files.run(hostile, hostile, model=hostile, command=hostile)

@@ -1,66 +1,43 @@
 """`corun bench run` around its processes: order, resuming, and what it refuses to mix."""
 
-import argparse
 import json
 from pathlib import Path
 
-import bench_files
 import pytest
 
 pytest.importorskip("vllm")
+import bench_runs
+from bench_runs import parse
+
 from corun.bench import run as bench_run
-from corun.bench.run import Process, processes, run_file
-
-
-def parse(model, out, *flags):
-    parser = argparse.ArgumentParser()
-    bench_run.add_arguments(parser)
-    small = [
-        "--count",
-        "2",
-        "--max-model-len",
-        "64",
-        "--workloads",
-        "8/4",
-        "--modes",
-        "std,isolate",
-    ]
-    return parser.parse_args([str(model), "--out", str(out), *small, *flags])
+from corun.bench.run_directory import run_file
+from corun.bench.run_order import Process, groups
 
 
 @pytest.fixture
 def model(tmp_path):
-    config = {"model_type": "llama", "vocab_size": 500, "architectures": ["LlamaForCausalLM"]}
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return bench_runs.write_model(tmp_path / "model")
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """Stands in for the engines' processes: writes a run file for each item; keeps the specs."""
-    specs = []
-
-    def execute(spec, timeout_s, outcome):
-        specs.append(spec)
-        for item in spec.items:
-            digest = json.loads(Path(item.requests).read_text())["digest"]
-            mapping = bench_files.run(spec.mode, requests_digest=digest, repeat=item.repeat)
-            Path(item.out).write_text(json.dumps(mapping))
-            outcome.made += 1
-
-    monkeypatch.setattr(bench_run, "_execute", execute)
-    return specs
+    return bench_runs.without_processes(monkeypatch)
 
 
 def test_each_repeat_begins_with_another_mode():
-    found = processes(["a", "b", "c"], 2, one_engine=False)
-    assert [p.mode for p in found] == ["a", "b", "c", "b", "c", "a"]
-    assert [p.repeats for p in found] == [(0,)] * 3 + [(1,)] * 3
-    assert processes(["a", "b"], 3, one_engine=True) == [
-        Process("a", (0, 1, 2)),
-        Process("b", (0, 1, 2)),
+    found = groups(["a", "b", "c"], 2, one_engine=False, together=None)
+    assert [[p.mode for p in group] for group in found] == [
+        ["a"],
+        ["b"],
+        ["c"],
+        ["b"],
+        ["c"],
+        ["a"],
+    ]
+    assert [group[0].repeats for group in found] == [(0,)] * 3 + [(1,)] * 3
+    assert groups(["a", "b"], 3, one_engine=True, together=None) == [
+        [Process("a", (0, 1, 2))],
+        [Process("b", (0, 1, 2))],
     ]
 
 
@@ -158,6 +135,10 @@ def test_runs_of_unknown_origin_are_left_alone(model, tmp_path, made):
         (["--arrivals", "closed"], "closed"),
         (["--repeats", "0"], "repeats"),
         (["--workloads", "60/60"], "max_model_len"),
+        (["--together", "-1"], "--together"),
+        (["--sweep-rows", "4,x"], "--sweep-rows"),
+        (["--sweep-rows", "4,0"], "--sweep-rows"),
+        (["--sweep-rows", "4,8", "--rows", "4"], "without --rows"),
     ],
 )
 def test_bad_input_is_one_error_before_any_engine(model, tmp_path, made, flags, word):
@@ -167,8 +148,9 @@ def test_bad_input_is_one_error_before_any_engine(model, tmp_path, made, flags, 
 
 
 def test_a_mode_that_fails_ends_the_command_with_2(model, tmp_path, monkeypatch, capsys):
-    def execute(spec, timeout_s, outcome):
-        outcome.failed[spec.mode] = "its process ended with status 1, see above"
+    def execute(given, timeout_s, outcome):
+        for started in given:
+            outcome.failed[started.name] = "its process ended with status 1, see above"
 
     monkeypatch.setattr(bench_run, "_execute", execute)
     assert bench_run.run(parse(model, tmp_path / "out")) == 2

@@ -2,6 +2,8 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,8 @@ from corun.bench.operator_records import read_step_times
 from corun.bench.step_child import Shape, Spec
 from corun.bench.step_profile import WARM_STEPS, StepTimes, measure_steps
 from corun.bench.step_times import parse_context, shapes_of
+from corun.bench.turns import Seat, Turns
+from corun.engine import arguments
 
 
 class Engine:
@@ -161,11 +165,10 @@ def entry(spec):
 def test_modes_end_in_one_file_that_reads_back(args, monkeypatch, tmp_path, capsys):
     asked = []
 
-    def measure_apart(spec, timeout_s):
+    def measure_apart(specs, timeout_s):
+        (spec,) = specs
         asked.append(spec)
-        if spec.mode == "bi":
-            raise RuntimeError("no such kernels")
-        return [entry(spec)]
+        return ["no such kernels" if spec.mode == "bi" else [entry(spec)]]
 
     monkeypatch.setattr(step_times, "measure_apart", measure_apart)
     flags = ("--modes=std@v1,bi,isolate", "--requests=4", "--context=8-64", "--certificate=c")
@@ -183,8 +186,8 @@ def test_modes_end_in_one_file_that_reads_back(args, monkeypatch, tmp_path, caps
 
 
 def test_nothing_measured_writes_nothing(args, monkeypatch, tmp_path):
-    def measure_apart(spec, timeout_s):
-        raise RuntimeError("no")
+    def measure_apart(specs, timeout_s):
+        return ["no"]
 
     monkeypatch.setattr(step_times, "measure_apart", measure_apart)
     with pytest.raises(RuntimeError, match="nothing was written"):
@@ -219,10 +222,35 @@ def test_a_mode_runs_in_a_process_of_its_own(child):
         " ('VLLM_BATCH_INVARIANT', 'VLLM_ENABLE_V1_MULTIPROCESSING')]\n"
         "json.dump([given], open(sys.argv[2], 'w'))\n"
     )
-    (given,) = step_times.measure_apart(SPEC, 60)
+    ((given,),) = step_times.measure_apart([SPEC], 60)
     assert given.pop("env") == ["1", "0"]
     given["shapes"] = [Shape(**shape) for shape in given["shapes"]]
     assert Spec(**given) == SPEC
+
+
+def test_modes_are_up_together_and_measured_in_turn(child, tmp_path):
+    child(
+        "import json, sys, time\n"
+        "from corun.bench.turns import Turns\n"
+        "given, turns = json.load(open(sys.argv[1])), Turns.read(sys.argv[3])\n"
+        "if given['mode'] == 'isolate': sys.exit(4)\n"
+        "turns.ready()\n"
+        "found = []\n"
+        "for i, shape in enumerate(given['shapes']):\n"
+        "    with turns.take(i) as beside:\n"
+        "        began = time.monotonic()\n"
+        "        time.sleep(0.05)\n"
+        "        found.append([began, time.monotonic(), beside])\n"
+        "turns.leave()\n"
+        "json.dump(found, open(sys.argv[2], 'w'))\n"
+    )
+    shapes = [Shape(str(n), [n]) for n in (8, 16, 32)]
+    specs = [replace(SPEC, mode=mode, shapes=shapes) for mode in ("std", "isolate", "bi")]
+    std, isolate, bi = step_times.measure_apart(specs, 60)
+    assert isolate == "its process ended with status 4, see above"
+    order = [std[0], bi[0], bi[1], std[1], bi[2], std[2]]  # rounds: s i b, i b s, b s i
+    assert all(a[1] <= b[0] for a, b in pairwise(order))
+    assert [beside for *_, beside in order] == [1] * 6
 
 
 @pytest.mark.parametrize(
@@ -230,11 +258,29 @@ def test_a_mode_runs_in_a_process_of_its_own(child):
 )
 def test_a_child_that_fails_or_hangs(child, source, what):
     child(source)
-    with pytest.raises(RuntimeError, match=what):
-        step_times.measure_apart(SPEC, 1 if "True" in source else 60)
+    (why,) = step_times.measure_apart([SPEC], 1 if "True" in source else 60)
+    assert what in why
+
+
+def test_groups_start_together(args, monkeypatch, tmp_path):
+    asked = []
+
+    def measure_apart(specs, timeout_s):
+        asked.append([spec.mode for spec in specs])
+        return [[{**entry(spec), "engines_beside": len(specs) - 1}] for spec in specs]
+
+    monkeypatch.setattr(step_times, "measure_apart", measure_apart)
+    assert step_times.run(args("--modes=std,bi,isolate", "--together", "2")) == 0
+    assert asked == [["std", "bi"], ["isolate"]]
+    (note,) = read_step_times(tmp_path / "steps.json").notes
+    assert note.startswith("2 engines were up together")
+    monkeypatch.setattr(arguments, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(ValueError, match=r"^3 engines .*kv_cache_memory_bytes"):
+        step_times.run(args("--together"))
+    assert len(asked) == 2
 
 
 def test_tensor_parallelism_is_refused():
     spec = Spec("m", "std", 4, [], 2, False, None, {"tensor_parallel_size": 2})
     with pytest.raises(ValueError, match="tensor_parallel_size must be 1"):
-        step_child.measure(spec)
+        step_child.measure(spec, Turns(Seat("", 0, [], 0, 0)))
