@@ -5,7 +5,7 @@ from pathlib import Path
 
 from corun.bench import mode_names, summary
 from corun.bench.results import Comparison, read_directory
-from corun.bench.run import PLAN_FILE
+from corun.bench.run_directory import PLAN_FILE
 
 NOT_RUN = "not run"
 NOTE_FILE = "note.txt"

@@ -21,11 +21,11 @@ def replace_file(path: Path, temporary: Path) -> None:
     sync_directory(path.parent)
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` to `path` as indented JSON, all of it or nothing."""
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2) -> None:
+    """Write `value` to `path` as JSON, all of it or nothing. indent: None for one line."""
     target = Path(path)
     temporary = target.with_name(target.name + ".tmp")
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(value, indent=indent, allow_nan=False) + "\n"
     with temporary.open("w", encoding="utf-8") as f:
         f.write(text)
         f.flush()

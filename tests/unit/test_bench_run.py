@@ -10,6 +10,7 @@ import bench_runs
 from bench_runs import parse
 
 from corun.bench import run as bench_run
+from corun.bench import run_child
 from corun.bench.run_directory import run_file
 from corun.bench.run_order import Process, groups
 
@@ -155,3 +156,9 @@ def test_a_mode_that_fails_ends_the_command_with_2(model, tmp_path, monkeypatch,
     monkeypatch.setattr(bench_run, "_execute", execute)
     assert bench_run.run(parse(model, tmp_path / "out")) == 2
     assert "std failed" in capsys.readouterr().err
+
+
+def test_a_run_file_holds_microseconds_and_no_more():
+    given = {"a": [1.23456789, 2], "b": {"c": 0.1}, "d": True, "e": None, "f": "1.23456789"}
+    kept = run_child.rounded(given)
+    assert kept == {"a": [1.234568, 2], "b": {"c": 0.1}, "d": True, "e": None, "f": "1.23456789"}
