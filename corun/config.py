@@ -49,6 +49,11 @@ class CoRunConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ValueError(f"CoRun's {name!r} is a file's path, not {value!r}")
+        if self.certificate == MEASURE and self.policy != "certified":
+            raise ValueError(
+                f"the certificate {MEASURE!r} starts an engine that nothing was proven of, only "
+                f"under the policy 'certified', not {self.policy!r}; leave it out"
+            )
         if self.split_decode and self.policy not in SPLIT_POLICIES:
             raise ValueError(
                 f"'split_decode' works under the policies {' and '.join(SPLIT_POLICIES)} only, not "

@@ -7,7 +7,7 @@ from typing import Any
 
 import corun
 from corun.bench import mode_names
-from corun.config import POLICIES, CoRunConfig
+from corun.config import MEASURE, POLICIES, CoRunConfig
 
 NO_SPLIT, NO_SPLIT_PREFILL = "nosplit", "nosplit+prefill"
 """The paper's ablation between plain vLLM and ``isolate``: plain vLLM whose decode attention does
@@ -46,10 +46,16 @@ def policy_of(mode: str) -> str:
 
 
 def config_of(mode: str, certificate: str | None) -> CoRunConfig:
-    """CoRun's settings in `mode`; certificate: a file's path, or None for the kept one."""
+    """CoRun's settings in `mode`.
+
+    certificate: a file's path, MEASURE (for certified, which then rests on nothing), or None for
+    the kept one.
+    """
     policy, split = policy_of(mode), mode_names.split(mode)[0] == SPLIT
     if policy == "off":
         return CoRunConfig(policy)
+    if certificate == MEASURE and policy != "certified":
+        certificate = None
     return CoRunConfig(policy, certificate=certificate or None, split_decode=split)
 
 

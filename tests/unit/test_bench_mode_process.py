@@ -8,7 +8,7 @@ import pytest
 import corun
 from corun.bench import machine, mode_names
 from corun.bench.mode_process import MODES, config_of, environment, parse_mode, policy_of
-from corun.config import CoRunConfig
+from corun.config import MEASURE, CoRunConfig
 
 
 def test_modes_are_known_by_name_and_runner():
@@ -65,3 +65,10 @@ def test_the_machine_is_described(monkeypatch):
     assert machine.command() == "corun bench steps 'a b'"
     monkeypatch.setattr(sys, "argv", ["/somewhere/cli.py", "bench"])
     assert machine.command() == "python -m corun.cli bench"
+
+
+def test_only_certified_may_rest_on_nothing():
+    assert config_of("certified", MEASURE).certificate == MEASURE
+    assert config_of("certified+split", MEASURE).certificate == MEASURE
+    assert config_of("isolate", MEASURE) == config_of("isolate", None)
+    assert config_of("isolate", "file").certificate == "file"

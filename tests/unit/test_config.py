@@ -1,6 +1,6 @@
 import pytest
 
-from corun.config import CoRunConfig, resolve
+from corun.config import MEASURE, CoRunConfig, resolve
 
 
 def test_nothing_given_is_off():
@@ -58,3 +58,10 @@ def test_bad_environment_is_named():
         CoRunConfig.from_env({"CORUN_POLICY": "auto", "CORUN_STRICT": "maybe"})
     with pytest.raises(ValueError, match="quick"):
         CoRunConfig.from_env({"CORUN_POLICY": "quick"})
+
+
+@pytest.mark.parametrize("policy", ["isolate", "pack", "auto", "off"])
+def test_an_unproven_engine_is_certified_by_name_only(policy):
+    assert CoRunConfig("certified", certificate=MEASURE).certificate == MEASURE
+    with pytest.raises(ValueError, match=rf"'measure'.*'certified', not '{policy}'"):
+        CoRunConfig(policy, certificate=MEASURE)
