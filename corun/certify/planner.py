@@ -13,7 +13,7 @@ from corun.rows import Rows
 
 ORDER = ("certified", "pack", "isolate")
 MOST_PADDING = 2.0  # rows for each token, in steps of LEAST_TOKENS tokens or more
-LEAST_TOKENS = 8
+LEAST_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,12 @@ class Verdict:
 def grants(certificate: Certificate) -> Grants:
     """What steps may hold under this certificate."""
     # A free cut may leave one token, which runs as a decode row; recomputed and cached tokens were
-    # decoded once and prefilled once.
-    either_way = certificate.holds("chunks") and certificate.holds("decode_is_prefill")
+    # decoded once and prefilled once. Latent attention does the two by different algorithms.
+    either_way = (
+        certificate.holds("chunks")
+        and certificate.holds("decode_is_prefill")
+        and not _latent(certificate)
+    )
     return Grants(
         mixed=certificate.holds("mixed"),
         batched_prefill=certificate.holds("batched_prefill"),
@@ -105,6 +109,8 @@ def plan_certified(certificate: Certificate, engine: Engine) -> Plan | str:
             f"without much padding (their common class: {_short(rows)})"
         )
     given = grants(certificate)
+    if _latent(certificate) and engine.sequence > longest:
+        given = replace(given, batched_prefill=False)
     forbidden = [name for name, on in _named(given) if not on]
     return Plan(
         policy="certified",
@@ -133,6 +139,12 @@ def plan_pack(certificate: Certificate, engine: Engine) -> Plan | str:
         return wrong
     if why := _too_long(certificate, engine):
         return why
+    if _latent(certificate) and engine.sequence > engine.tokens:
+        return (
+            "vLLM reads the cached context of latent attention (MLA) in parts that depend on the "
+            "prompts in a step, and prompts longer than a step have one; raise "
+            f"max_num_batched_tokens to max_model_len ({engine.sequence})"
+        )
     return Plan(
         policy="pack",
         decode_rows=engine.requests,
@@ -166,6 +178,15 @@ def plan_isolate(certificate: Certificate, engine: Engine) -> Plan | str:
 def _split_beyond(certificate: Certificate) -> int:
     """``Plan.split_beyond`` that the certificate was measured with."""
     return int(certificate.domain.get("split_decode", {}).get("beyond", 0))
+
+
+def _latent(certificate: Certificate) -> bool:
+    """Whether the model's attention is latent (MLA).
+
+    vLLM reads what a prompt has in the cache in parts, as long as the number of such prompts in the
+    step lets them be: steps may hold one at most, or none must have any.
+    """
+    return bool(certificate.domain.get("latent_attention", False))
 
 
 PLANNERS = {"certified": plan_certified, "pack": plan_pack, "isolate": plan_isolate}

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm import envs
 
+from corun.engine.latent_attention import check_context, hold_prefill
 from corun.engine.runner_state import RunnerState
 
 SEAMS: tuple[tuple, ...] = (
@@ -77,12 +78,19 @@ def _is_fa3() -> bool:
 
 def _hold_flash_attn_mla(builder: Any, state: RunnerState) -> None:
     build = builder.build
+    # One latent KV head: more than 64 query heads pass the one-warpgroup tile with one token.
+    steady_tile = state.plan.policy != "isolate" and builder.num_heads <= 64
+    hold_prefill(builder, state)
 
     def held(*args: Any, **kwargs: Any) -> Any:
         metadata = build(*args, **kwargs)
         if state.one_split and metadata.decode is not None:
             graph = state.graph and not state.plan.certified
             _one_split(metadata.decode, graph, "FLASH_ATTN_MLA")
+            if steady_tile:
+                longest = metadata.decode.max_query_len
+                metadata.decode.max_query_len = max(longest, LONGEST_QUERY)
+        check_context(metadata, state)
         return metadata
 
     builder.build = held
@@ -100,6 +108,15 @@ def _hold_triton_mla(builder: Any, state: RunnerState) -> None:
         return 1
 
     triton_mla._compute_num_kv_splits = one_split
+    build = builder.build
+    hold_prefill(builder, state)
+
+    def held(*args: Any, **kwargs: Any) -> Any:
+        metadata = build(*args, **kwargs)
+        check_context(metadata, state)
+        return metadata
+
+    builder.build = held
 
 
 def _hold_cpu_attn(builder: Any, state: RunnerState) -> None:

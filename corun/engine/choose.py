@@ -36,15 +36,10 @@ def without_model(policy: str) -> tuple[str, str]:
     return policy, "you asked for it"
 
 
-def _unheld(args: EngineArgs, model_config: Any) -> str | None:
+def _unheld(args: EngineArgs) -> str | None:
     """Why only ``isolate`` can run this engine, whatever was measured; None if it is not so."""
     if args.tensor_parallel_size > 1:
         return "CoRun's probes do not measure tensor-parallel engines yet"
-    if model_config.use_mla:
-        return (
-            "vLLM cuts the cached context of latent attention (MLA) by the prompts in a step, "
-            "and CoRun does not hold that yet"
-        )
     return _sizes_apart(args)
 
 
@@ -94,7 +89,7 @@ def choose(
     if config.certificate == MEASURE:
         if args.tensor_parallel_size > 1:
             raise ValueError(
-                f"{_unheld(args, model_config)}; certify it on one device, or use 'isolate'"
+                f"{_unheld(args)}; certify it on one device, or use 'isolate'"
             )
         if why := _sizes_apart(args):
             raise ValueError(f"{why}; remove that setting to certify the engine")
@@ -110,7 +105,7 @@ def choose(
             split_beyond=SPLIT_BEYOND if config.split_decode else 0,
         )
     engine = planner.Engine(rows, tokens, False, model_config.max_model_len)
-    unheld, how = _unheld(args, model_config), HOW_SPLIT if config.split_decode else HOW
+    unheld, how = _unheld(args), HOW_SPLIT if config.split_decode else HOW
     certificate = None if unheld else find(config, args, model_config, compiled_for)
     if certificate is not None:
         plan = planner.plan(certificate, engine, config.policy)

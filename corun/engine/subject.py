@@ -101,4 +101,5 @@ def subject(
         "block_size": args.block_size,
         "kv_cache_dtype": str(args.kv_cache_dtype),
         **({"split_decode": reaching_bits()} if split else {}),
+        **({"latent_attention": True} if model_config.use_mla else {}),
     }

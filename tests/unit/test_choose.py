@@ -44,7 +44,6 @@ def chosen(
     rows=ROWS,
     tokens=TOKENS,
     tensor_parallel=1,
-    mla=False,
     eager=False,
     split=False,
     longest=1024,
@@ -59,7 +58,7 @@ def chosen(
             **{"compile_sizes": None, "compile_ranges_endpoints": None, **compilation}
         ),
     )
-    model = SimpleNamespace(use_mla=mla, max_model_len=longest)
+    model = SimpleNamespace(max_model_len=longest)
     return choose(config, args, model, rows, tokens, compiled_for=COMPILED)
 
 
@@ -155,7 +154,7 @@ def test_an_engine_that_is_measured_is_free(asked):
 APART = [{"compile_sizes": [1, 8]}, {"compile_ranges_endpoints": [64]}]
 
 
-@pytest.mark.parametrize("args", [{"tensor_parallel": 2}, {"mla": True}, *APART])
+@pytest.mark.parametrize("args", [{"tensor_parallel": 2}, *APART])
 def test_engines_that_no_certificate_covers(args):
     store.save(certificate())
     assert chosen(**args).policy == "isolate"

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from certificates import DIFFERS, SEQUENCE, certificate, certificates
+from certificates import DIFFERS, DOMAIN, SEQUENCE, certificate, certificates
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -305,3 +305,22 @@ def test_split_decode_follows_from_what_was_measured():
     assert [v.allowed for v in verdicts(certificate(), engine)] == [True, True, True]
     with pytest.raises(ValueError, match="split_decode"):
         plan(split, engine, "pack")
+
+
+LATENT = certificate(domain={**DOMAIN, "latent_attention": True})
+
+
+def test_latent_attention_never_mixes_its_two_algorithms():
+    """Measured or not: what was decoded is not recomputed, a cut is not free, no hit is taken."""
+    found = planner.plan_certified(LATENT, Engine(8, 64, False, 64))
+    assert found.grants == Grants(mixed=True, batched_prefill=True)
+
+
+@pytest.mark.parametrize(("longest", "together"), [(64, True), (65, False)])
+def test_prompts_of_latent_attention_stay_apart_where_one_may_be_cut(longest, together):
+    engine = Engine(8, 64, False, longest)
+    assert planner.plan_certified(LATENT, engine).grants.batched_prefill is together
+    packed = planner.plan_pack(LATENT, engine)
+    assert isinstance(packed, Plan) is together
+    if not together:
+        assert "raise max_num_batched_tokens to max_model_len (65)" in packed

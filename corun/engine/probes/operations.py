@@ -6,17 +6,20 @@ for these weights on this device is the one that is tried.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 
 from corun.certify.pool import linear_pool, plain_pool
 from corun.certify.probe import Operation
+from corun.engine.probes.latent import into_latent, out_of_latent
 
 SEAMS: tuple[tuple, ...] = (
     ("vllm.model_executor.layers.linear", "LinearBase"),
@@ -80,6 +83,8 @@ def _modules(
     for module in model.modules():
         if isinstance(module, LinearBase) and id(module) not in inside:
             yield _linear(module, dtype, device)
+        elif isinstance(module, MLAAttention):
+            yield from _latent(module, dtype, device)
         elif _is_norm(module, vllm_config):
             yield _norm(module, dtype, device)
 
@@ -103,6 +108,23 @@ def _linear(module: LinearBase, dtype: torch.dtype, device: torch.device) -> Row
         width * columns,
         linear=True,
     )
+
+
+def _latent(
+    layer: MLAAttention, dtype: torch.dtype, device: torch.device
+) -> Iterator[RowOperation]:
+    heads, width, latent = layer.W_UK_T.shape
+    for name, function, before, after in (
+        ("into the latent", into_latent, width, latent),
+        ("out of the latent", out_of_latent, latent, layer.v_head_dim),
+    ):
+        yield RowOperation(
+            f"{type(layer).__name__} {name}, {heads} heads of {before} x {after}",
+            partial(function, layer),
+            partial(plain_pool, heads * before, dtype, device),
+            heads * before * after,
+            linear=True,
+        )
 
 
 def _experts(

@@ -102,6 +102,11 @@ class StepRunner:
         """A function that runs the whole model; inputs: token ids [size] of each sequence."""
 
         def run(step: Step, place: int) -> list[torch.Tensor]:
+            order = self._order(step)
+            found = in_order(tuple(step[i] for i in order), place)
+            return [found[order.index(i)] for i in range(len(step))]
+
+        def in_order(step: Step, place: int) -> list[torch.Tensor]:
             tokens = sum(piece.tokens for piece in step)
             rows = rows_for(tokens)
             ids = torch.zeros(rows, dtype=inputs[0].dtype, device=self._device)
@@ -121,6 +126,19 @@ class StepRunner:
             return list(hidden[:tokens].split([piece.tokens for piece in step]))
 
         return run
+
+    def _order(self, step: Step) -> list[int]:
+        """The order of the pieces in a batch, as the runner has them.
+
+        Latent attention (MLA) wants decode rows first. vLLM's V2 runner sorts requests by their
+        tokens; V1 puts those first that decode. Other attention takes any order.
+        """
+        order = list(range(len(step)))
+        if not self._config.model_config.use_mla:
+            return order
+        if type(self._runner).__module__.startswith("vllm.v1.worker.gpu."):
+            return sorted(order, key=lambda i: step[i].tokens)
+        return sorted(order, key=lambda i: step[i].tokens > 1 or step[i].start == 0)
 
     def attention(self, layer: Any, inputs: Sequence[tuple[torch.Tensor, ...]]) -> Run:
         """A function that runs one attention layer; inputs: (query, key, value) of each sequence,
