@@ -63,7 +63,7 @@ types: setup ## mypy
 lock: setup ## resolve requirements/*.lock anew
 	$(RUN) tools/lock.py
 
-readme: setup model ## paste the quickstart's output and the recorded results into README.md
+readme: setup model ## fill README.md and docs/results.md: the quickstart's output, recorded results
 	$(OFFLINE) $(RUN) tools/readme_quickstart.py $(TEST_MODEL)
 	$(RUN) tools/readme_tables.py
 

@@ -226,7 +226,7 @@ def test_markers_that_do_not_pair_up_are_refused(text):
 
 def test_readme_names_only_what_exists():
     readme = (ROOT / "README.md").read_text()
-    assert markers.names(readme) == ["quickstart", "certificates", "bench", "throughput"]
+    assert markers.names(readme) == ["quickstart", "certificates", "verifications", "bench"]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     mentioned = set(re.findall(r"\bmake ([a-z-]+)", readme)) - {"the"}
     assert {"quickstart", "test", "check"} <= mentioned <= targets
