@@ -23,7 +23,7 @@ PROPERTIES = {
 BESIDE = (*range(2, 41), 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 500, 512, 1000)
 TOGETHER = (2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 200)
 RANDOM_TRIALS = 200
-LEAST_SEQUENCES = 40
+LEAST_SEQUENCES = 24
 LENGTHS = (1, 2, 3, 7, 17, 33, 64, 65, 100, 129, 200, 257, 400, 700)
 
 
@@ -108,7 +108,8 @@ def last_row(sizes: list[int], sequence: int) -> Piece:
 
 def _decode_rows(sizes: list[int], limits: Limits) -> Iterator[Trial]:
     able, most = list(range(len(sizes))), min(len(sizes), limits.requests)
-    chosen = [sorted({n for n in (*TOGETHER, most) if n <= most})] * 2
+    some = sorted({n for n in (*TOGETHER, most) if n <= most})
+    chosen = [some, some[::-1]]
     rng = random.Random(0)
     if most > 1:  # with one request at a time there is nothing beside it
         chosen.append([rng.randint(2, most) for _ in range(RANDOM_TRIALS)])
@@ -118,14 +119,19 @@ def _decode_rows(sizes: list[int], limits: Limits) -> Iterator[Trial]:
 
 
 def _decode_is_prefill(sizes: list[int], limits: Limits) -> Iterator[Trial]:
-    for i, size in enumerate(sizes[: len(LENGTHS) + 1]):
-        for at in sorted({size - 1, size // 2, min(16, size - 1)}):
-            yield Trial("decode_is_prefill", ((Piece(i, at, at + 1),),), decode=False)
-    for back in range(1, 41):  # every sequence at once, each at another position from its end
-        chosen = [i for i, size in enumerate(sizes) if size > back][: limits.requests]
-        pieces = tuple(Piece(i, sizes[i] - back, sizes[i] - back + 1) for i in chosen)
-        if pieces:
-            yield Trial("decode_is_prefill", (pieces,), decode=False)
+    alone = [
+        (Piece(i, at, at + 1),)
+        for i, size in enumerate(sizes[: len(LENGTHS) + 1])
+        for at in sorted({size - 1, size // 2, min(16, size - 1)})
+    ]
+    # Every sequence at once, each at another position from its end.
+    crowds = [
+        tuple(Piece(i, sizes[i] - back, sizes[i] - back + 1) for i in chosen[: limits.requests])
+        for back in range(1, 41)
+        if (chosen := [i for i, size in enumerate(sizes) if size > back])
+    ]
+    for turn in itertools.zip_longest(alone, crowds[::2], crowds[1::2]):
+        yield from (Trial("decode_is_prefill", (step,), decode=False) for step in turn if step)
 
 
 def _batched(sizes: list[int], limits: Limits) -> Iterator[Trial]:
@@ -174,7 +180,8 @@ def _mixed(sizes: list[int], limits: Limits) -> Iterator[Trial]:
     prompt = 0
     decoding = [i for i in range(1, len(sizes)) if sizes[i] > 1]
     for length in BESIDE:
-        beside = min(len(decoding), 12, limits.requests - 1, limits.step_tokens - length)
+        most = 12 if length % 2 else limits.requests - 1  # few and many by turns
+        beside = min(len(decoding), most, limits.requests - 1, limits.step_tokens - length)
         if length > sizes[prompt] or beside < 1:
             continue
         chosen = [decoding[(length * 3 + i) % len(decoding)] for i in range(beside)]

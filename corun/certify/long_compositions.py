@@ -4,7 +4,7 @@ As in ``corun.certify.compositions``, but as long as a request may be: kernels c
 length too. (vLLM's CPU attention in float32 adds up a prompt's rows otherwise from about 1,400
 tokens on, and then a row depends on where its prompt was cut.) The reference is the sequence whole
 and alone; every other step holds little of it, since its KV does not depend on how it is computed.
-For attention by itself, where keys and values are given.
+For attention by itself, where keys and values are given; of latent attention for the whole model.
 """
 
 import random
@@ -78,17 +78,21 @@ def long_claims(
     limits: Limits,
     longest: int,
     budget_s: float,
+    *,
+    given_kv: bool = True,
+    least: int = 1,
 ) -> tuple[list[StepClaim], int]:
     """The claims about `operation` with a long sequence, and how many tokens that had.
 
-    made: makes the function that runs a step, of the sequences' sizes. Where the device's memory
-    does not hold the sequence's rows, one of half the length is tried.
+    made: makes the function that runs a step, of the sequences' sizes. given_kv, least: see
+    ``TrialBench``. Where the device's memory does not hold the sequence's rows, one of half the
+    length is tried.
     """
     while True:
         sizes = long_sizes(limits, longest)
         try:
-            bench = TrialBench(operation, made(sizes), sizes, given_kv=True)
-            return bench.work(long_trials(sizes, limits), budget_s), sizes[0]
+            bench = TrialBench(operation, made(sizes), sizes, given_kv=given_kv)
+            return bench.work(long_trials(sizes, limits), budget_s, least), sizes[0]
         except torch.OutOfMemoryError:
             if sizes[0] <= limits.step_tokens:
                 raise

@@ -39,11 +39,14 @@ def linear_pool(operation: Operation, plain: torch.Tensor, seed: int = 0) -> tor
     identity = torch.eye(width, dtype=dtype, device=device)
     columns = operation(identity[:1]).shape[-1]
     count = min(CANCELLED, columns, width // 2)
+    groups = [
+        torch.randperm(columns, generator=generator, device=device)[:count] for _ in range(GROUPS)
+    ]
+    every = torch.cat(groups)  # all at once: an LM head's whole matrix takes long to read
+    part = torch.cat([operation(block)[:, every] for block in identity.split(2048)])
     share = POOL // 2 // GROUPS
-    for group in range(GROUPS):
-        chosen = torch.randperm(columns, generator=generator, device=device)[:count]
-        part = torch.cat([operation(block)[:, chosen] for block in identity.split(2048)])
-        matrix = part.double().T  # [count, width]
+    for group, chosen in enumerate(part.split(count, dim=1)):
+        matrix = chosen.double().T  # [count, width]
         rows = slice(2 * group * share, (2 * group + 1) * share)
         bent = pool[rows].double()
         gram = matrix @ matrix.T

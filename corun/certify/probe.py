@@ -16,6 +16,7 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 POOL = 256
 MIN_VALUES = 100_000  # per row count; a bf16 output differs in 0.2% of elements where it differs
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 128  # rows that are gathered and compared at a time on a CPU, so that they stay in caches
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,6 +29,23 @@ def mismatches(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor | in
     if found.device.type == "cpu" and torch.equal(found, expected):
         return 0  # many times faster than counting
     return torch.count_nonzero(found != expected)
+
+
+def unlike(found: torch.Tensor, reference: torch.Tensor, index: torch.Tensor) -> torch.Tensor | int:
+    """``mismatches`` of `found` [M, N] and the rows `index` [M] of `reference` [P, N]."""
+    if found.device.type == "cpu" and _equal(found, reference, index):
+        return 0
+    return mismatches(found, reference[index])
+
+
+def _equal(found: torch.Tensor, reference: torch.Tensor, index: torch.Tensor) -> bool:
+    """Whether no bit differs, three times faster than by gathering all of `reference[index]`."""
+    whole = found[0].numel() * found.element_size() % 8 == 0
+    one, other = (t.flatten(1).view(torch.int64) if whole else t for t in (found, reference))
+    return all(
+        torch.equal(rows, other.index_select(0, places))
+        for rows, places in zip(one.split(_BLOCK), index.split(_BLOCK), strict=True)
+    )
 
 
 @dataclass
@@ -76,7 +94,7 @@ class RowProbe:
             for draw in range(draws):
                 index = self._draw(rows, skewed=draw % 2 == 1)
                 found = bits(self.operation(self.pool[index]))
-                total = total + mismatches(found, reference[index])
+                total = total + unlike(found, reference, index)
             tally.values += draws * rows * width
             pending[rows] = total
         tally.wrong = {rows: int(total) for rows, total in pending.items()}

@@ -23,7 +23,7 @@ from corun.plan import Plan
 from corun.verify.compare import Divergence
 from corun.verify.report import CANNOT_RUN, KEPT
 
-GPU_BUDGET_S, CPU_BUDGET_S = 40.0, 18.0
+GPU_BUDGET_S, CPU_BUDGET_S = 40.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class CertifyOptions:
     """What to certify.
 
     model: a model's name or directory. rows, engine_args: as for ``corun verify``. budget_s: about
-    how many seconds the probes may take (default 40 on a GPU, 18 on a CPU); row counts that were
+    how many seconds the probes may take (default 40 on a GPU, 10 on a CPU); row counts that were
     not reached are not certified. keep: whether to keep the certificate for later starts.
     split_decode: see ``CoRunConfig``; a certificate is for engines with it, or without.
     """
@@ -161,11 +161,11 @@ def _blamed(
 def _check(llm: Any, options: CertifyOptions) -> EngineCheck:
     from vllm.platforms import current_platform
 
-    from corun.verify.run import VerifyOptions, verify_open
+    from corun.verify.run import SHORT, VerifyOptions, verify_open
 
     config = CoRunConfig("certified", split_decode=options.split_decode)
-    # On a CPU a thousand tokens take seconds; 'corun verify' plays everything.
-    suite = "paper" if current_platform.is_cpu() else "all"
+    # On a CPU a thousand tokens take a minute; 'corun verify' plays everything.
+    suite = SHORT if current_platform.is_cpu() else "all"
     report = verify_open(
         llm, VerifyOptions(options.model, config, suite=suite, quick=True, restarts=0)
     )

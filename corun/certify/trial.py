@@ -1,6 +1,7 @@
 """Runs trials and turns them into claims. Torch only; the engine gives the function that runs."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
@@ -40,36 +41,41 @@ class TrialBench:
         self._values: dict[str, int] = {}
         self._trials: dict[str, int] = {}
 
-    def work(self, trials: Iterable[Trial], budget_s: float) -> list[StepClaim]:
-        """Run `trials`; a claim for each property tried.
+    def work(self, trials: Iterable[Trial], budget_s: float, least: int = 1) -> list[StepClaim]:
+        """Run `trials`, the properties by turns; a claim for each property tried.
 
-        When the seconds are over only properties with fewer than MIN_VALUES values go on. One that
-        ends with fewer is not shown to hold.
+        First those of properties with fewer than `least` trials or MIN_VALUES values; one that ends
+        with fewer values is not shown to hold. Then all others until `budget_s` seconds are over.
         """
         started = time.perf_counter()
-        for trial in trials:
-            if trial.name in self._wrong:
-                continue
-            enough = self._values.get(trial.name, 0) >= MIN_VALUES
-            if enough and time.perf_counter() - started > budget_s:
-                continue
-            self._one(trial)
+        queue = _Queue(trials)
+        while waiting := [n for n in PROPERTIES if n not in self._wrong and queue.has(n)]:
+            few = [n for n in waiting if self._few(n, least)]
+            if not few and time.perf_counter() - started > budget_s:
+                break
+            self._one(queue.take(min(few or waiting, key=lambda n: self._trials.get(n, 0))))
         return [self._claim(name) for name in PROPERTIES if name in self._trials]
+
+    def _few(self, name: str, least: int) -> bool:
+        return self._trials.get(name, 0) < least or self._values[name] < MIN_VALUES
 
     def _one(self, trial: Trial) -> None:
         self._trials[trial.name] = self._trials.get(trial.name, 0) + 1
         place = SCRATCH if trial.anew else HOME
-        counts: list[tuple[torch.Tensor | int, Step, Piece]] = []
+        counts: list[tuple[torch.Tensor | int, torch.Tensor, Step, Piece]] = []
         for step in trial.steps:
             for piece, rows in zip(step, self._run(step, place), strict=True):
                 found = bits(rows)
                 self._values[trial.name] = self._values.get(trial.name, 0) + found.numel()
                 wrong = mismatches(found, self._expected(trial, piece, place))
-                counts.append((wrong, step, piece))
-        for wrong, step, piece in counts:
-            if int(wrong):
+                counts.append((wrong, found, step, piece))
+        for found_wrong, found, step, piece in counts:
+            wrong = int(found_wrong)
+            if wrong and piece.start == 0 and self._is_chunk_in_company(trial, piece):
+                wrong = int(mismatches(found, self._alone(piece, place)))
+            if wrong:
                 words = _words(trial, step, piece, self._sizes)
-                self._wrong[trial.name] = f"{int(wrong)} values of {words}"
+                self._wrong[trial.name] = f"{wrong} values of {words}"
                 self._restore({p.sequence for step in trial.steps for p in step})
                 return
 
@@ -79,18 +85,28 @@ class TrialBench:
             self._run((Piece(i, 0, self._sizes[i]),), HOME)
 
     def _expected(self, trial: Trial, piece: Piece, place: int) -> torch.Tensor:
-        whole = self._prefill[piece.sequence][piece.start : piece.stop]
         last = piece.tokens == 1 and piece.stop == self._sizes[piece.sequence]
         if trial.decode and last and piece.start > 0:
             return self._decode[piece.sequence]
-        if trial.name in _COMPANY and piece.tokens > 1 and piece.start > 0:
-            # Whether company changes a chunk is one question; whether cutting the prompt there
-            # does, which "chunks" asks, another.
-            alone = bits(self._run((piece,), place)[0])
-            if int(mismatches(alone, whole)):
-                self._restore({piece.sequence})
-            return alone
-        return whole
+        if piece.start > 0 and self._is_chunk_in_company(trial, piece):
+            return self._alone(piece, place)
+        return self._prefill[piece.sequence][piece.start : piece.stop]
+
+    def _is_chunk_in_company(self, trial: Trial, piece: Piece) -> bool:
+        """Whether it is compared with itself alone, where it is unlike the uncut prompt's rows.
+
+        Whether company changes a chunk is one question; whether cutting the prompt there does,
+        which "chunks" asks, another.
+        """
+        cut = piece.tokens < self._sizes[piece.sequence]
+        return trial.name in _COMPANY and piece.tokens > 1 and cut
+
+    def _alone(self, piece: Piece, place: int) -> torch.Tensor:
+        """The bits that a chunk has alone."""
+        alone = bits(self._run((piece,), place)[0])
+        if int(mismatches(alone, self._prefill[piece.sequence][piece.start : piece.stop])):
+            self._restore({piece.sequence})
+        return alone
 
     def _claim(self, name: str) -> StepClaim:
         example = self._wrong.get(name)
@@ -104,6 +120,26 @@ class TrialBench:
             self._values[name],
             example,
         )
+
+
+class _Queue:
+    """A stream of trials, from which the next one of any property can be taken."""
+
+    def __init__(self, trials: Iterable[Trial]) -> None:
+        self._stream = iter(trials)
+        self._passed: dict[str, deque[Trial]] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether there is another trial of this property."""
+        while not self._passed.get(name):
+            if (trial := next(self._stream, None)) is None:
+                return False
+            self._passed.setdefault(trial.name, deque()).append(trial)
+        return True
+
+    def take(self, name: str) -> Trial:
+        """The next one of a property that ``has`` another."""
+        return self._passed[name].popleft()
 
 
 def _words(trial: Trial, step: Step, piece: Piece, sizes: list[int]) -> str:

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=float,
         metavar="SECONDS",
-        help="about how long the probes may take; default 40, on a CPU 18",
+        help="about how long the probes may take; default 40, on a CPU 10",
     )
     add_split_option(parser)
     parser.add_argument("--no-keep", action="store_true", help="do not keep the certificate")

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from corun.engine import settings, worker_facts
-from corun.engine.kernels.split_config import reaching_bits
 from corun.engine.seams import vllm_version
+from corun.engine.split_schedule import reaching_bits
 from corun.engine.variables import reaching_arithmetic
 
 SEAMS = (
@@ -24,7 +24,7 @@ SEAMS = (
     ("vllm.model_executor.model_loader.base_loader", "process_weights_after_loading"),
 )
 
-_CHUNK = 1 << 24
+_CHUNK, _CPU_CHUNK = 1 << 24, 1 << 14  # words at a time; few stay in a CPU core's cache
 _MULTIPLIER = 0x5851F42D4C957F2D  # odd, so every word's weight is invertible mod 2**64
 
 
@@ -41,9 +41,10 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
     if raw.numel() % 4:
         raw = torch.cat([raw, raw.new_zeros(4 - raw.numel() % 4)])
     words = raw.view(torch.int32)
+    chunk = _CPU_CHUNK if words.device.type == "cpu" else _CHUNK
     total = 0
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK].to(torch.int64)
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk].to(torch.int64)
         index = torch.arange(start, start + part.numel(), device=part.device, dtype=torch.int64)
         weight = (index * 2 + 1) * _MULTIPLIER
         weight = weight ^ (weight >> 29)

@@ -23,9 +23,11 @@ from corun.verify.prompts import PromptSource, RandomPrompts, TextPrompts, words
 from corun.verify.record import Record
 from corun.verify.report import REUSE, EngineAudit, VerifyReport
 from corun.verify.scenario import Scenario, alone
+from corun.verify.short_suite import short_suite
 from corun.verify.workload import PAPER_PROMPTS, Limits, Suite, adversarial_suite, paper_suite
 
 SUITES = ("paper", "adversarial", "all")
+SHORT = "short"  # what 'corun certify' plays on a CPU
 DEFAULT_RESTARTS, DEFAULT_MAX_TOKENS = 2, 48
 QUICK_PROMPTS, QUICK_MAX_TOKENS = 8, 16
 
@@ -35,11 +37,11 @@ class VerifyOptions:
     """What to verify.
 
     model: a model's name or directory. config: the policy (``strict`` is ignored: a verification
-    counts every step outside the plan). suite: one of SUITES. max_tokens: output tokens of a
-    request (default 48; quick 16). rows: max_num_seqs (default 32 on a CPU, 256 on a GPU).
-    restarts: full restarts of the engine (default 2, quick 1; none for the paper's suite, which has
-    none). seed: of the adversarial workload. quick: fewer and shorter requests. engine_args:
-    further keywords of vLLM's LLM. restart_args: others for the engines after the first.
+    counts every step outside the plan). suite: one of SUITES, or SHORT. max_tokens: output tokens
+    of a request (default 48; quick 16; SHORT has its own). rows: max_num_seqs (default 32 on a CPU,
+    256 on a GPU). restarts: full restarts of the engine (default 2, quick 1; none for the paper's
+    suite, which has none). seed: of the adversarial workload. quick: fewer and shorter requests.
+    engine_args: further keywords of vLLM's LLM. restart_args: others for engines after the first.
     """
 
     model: str
@@ -55,7 +57,7 @@ class VerifyOptions:
     restart_args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.suite not in SUITES:
+        if self.suite not in (*SUITES, SHORT):
             raise ValueError(f"no suite {self.suite!r}; there are {', '.join(SUITES)}")
         if self.restart_args and self.engines == 1:
             raise ValueError("settings for restarts, but no restart; raise --restarts")
@@ -172,6 +174,8 @@ class _Verification:
     def _suites(self, source: PromptSource, limits: Limits) -> Iterable[Suite]:
         options = self.options
         restarts = options.engines - 1
+        if options.suite == SHORT:
+            yield short_suite(source, limits)
         if options.suite in ("paper", "all"):
             yield paper_suite(
                 source,

@@ -5,7 +5,7 @@ from row_operations import forward, split, weight
 
 from corun.certify.pool import linear_pool, plain_pool
 from corun.certify.probe import POOL, RowProbe
-from corun.certify.search import find_classes
+from corun.certify.search import ClassSearch, find_classes
 from corun.rows import Rows
 
 CPU = torch.device("cpu")
@@ -59,5 +59,6 @@ def test_a_linear_pool_shows_an_order_that_plain_rows_hide():
     assert hidden < 5e-4
     assert shown > 20 * hidden
     assert shown > 0.001
-    found = find_classes("linear", RowProbe(operation, linear), 8, budget_s=60)
+    search = ClassSearch("linear", RowProbe(operation, linear), 8)
+    (found,) = find_classes([search], 8, budget_s=60)
     assert found.classes == (Rows.span(5, 8), Rows.span(1, 4))

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,16 +12,22 @@ from corun.certify import probe as probe_module
 from corun.certify import search
 from corun.certify.pool import linear_pool, plain_pool
 from corun.certify.probe import MIN_VALUES, RowProbe, bits, mismatches
-from corun.certify.search import find_classes, in_order
+from corun.certify.search import ClassSearch, find_classes, first_counts, in_order
 from corun.rows import Rows
 
 CPU = torch.device("cpu")
 W = weight()
 
 
+def search_one(probe, largest, budget_s=60, **kwargs):
+    """The claim about one operation."""
+    return find_classes([ClassSearch("op", probe, largest)], largest, budget_s=budget_s, **kwargs)[
+        0
+    ]
+
+
 def classes_of(operation, largest, dtype=torch.float32, width=WIDTH, **kwargs):
-    pool = plain_pool(width, dtype, CPU)
-    return find_classes("op", RowProbe(operation, pool), largest, budget_s=60, **kwargs)
+    return search_one(RowProbe(operation, plain_pool(width, dtype, CPU)), largest, **kwargs)
 
 
 def covered(found):
@@ -128,7 +135,7 @@ def test_an_operation_that_always_differs_takes_no_longer_than_one_that_never_do
         return x + x.sum()
 
     pool = plain_pool(WIDTH, torch.float32, CPU)
-    found = find_classes("op", RowProbe(operation, pool), 150, budget_s=60)
+    found = search_one(RowProbe(operation, pool), 150)
     assert found.variant == Rows.span(2, 150)
     assert next(calls) < 150 * 40
 
@@ -150,7 +157,7 @@ def test_counts_that_were_not_reached_are_in_no_class(monkeypatch):
 
     pool = plain_pool(WIDTH, torch.float32, CPU)
     largest, dense = 1000, 70
-    found = find_classes("op", RowProbe(operation, pool), largest, budget_s=0, dense=dense)
+    found = search_one(RowProbe(operation, pool), largest, 0, dense=dense)
     assert covered(found) == Rows.of(tried)
     assert {*range(1, dense + 1), largest} <= tried
     assert len(covered(found)) < largest / 4
@@ -159,8 +166,10 @@ def test_counts_that_were_not_reached_are_in_no_class(monkeypatch):
 
 
 def test_every_count_has_its_turn():
-    order = list(in_order(300, dense=16))
+    order = in_order(300, dense=16)
     assert sorted(order) == list(range(1, 301))
+    first = first_counts(300, dense=16)
+    assert order[: len(first)] == first and {127, 128, 129, 255, 256, 257} <= set(first)
     assert order[:17] == [300, *range(1, 17)]
     assert order.index(255) < order.index(64 * 3) < order.index(299)
 
@@ -226,7 +235,7 @@ def test_float32_linear_that_depends_on_place_on_this_cpu(width, columns, monkey
     if not direct:
         pytest.skip(f"float32 {width} x {columns} is position-invariant on this CPU")
     monkeypatch.setattr(probe_module, "MIN_VALUES", 5_000)
-    found = find_classes("op", RowProbe(operation, pool), 12, budget_s=60)
+    found = search_one(RowProbe(operation, pool), 12)
     assert direct <= set(found.variant)
 
 
@@ -250,7 +259,7 @@ def test_linear_with_classes_on_this_cpu(width, columns, dtype, one, other):
     checked = RowProbe(operation, pool)
     tally = checked.compare(checked.reference(other), [one, other])
     assert tally.wrong[one] > 0
-    found = find_classes("op", checked, 40, budget_s=60, dense=40)
+    found = search_one(checked, 40, dense=40)
     assert not any(one in c and other in c for c in found.classes)
 
 
@@ -263,6 +272,48 @@ def test_the_search_keeps_to_its_time():
 
     pool = plain_pool(4096, torch.float32, CPU)
     started = time.perf_counter()
-    found = find_classes("op", RowProbe(operation, pool), 5000, budget_s=0.3, dense=8)
+    found = search_one(RowProbe(operation, pool), 5000, 0.3, dense=8)
     assert time.perf_counter() - started < 10
     assert 8 < len(covered(found)) < 5000
+
+
+@pytest.mark.parametrize("width", [3, 4, 576])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_flipped_bit_is_unlike_at_any_width(width, dtype):
+    """Rows are compared as words of 64 bits where they are made of whole ones."""
+    reference = bits(plain_pool(width, dtype, CPU))
+    index = torch.randint(len(reference), (300,))
+    found = reference[index]
+    assert probe_module.unlike(found, reference, index) == 0
+    for place in (0, 127, 128, 299):
+        wrong = found.clone()
+        wrong[place, -1] ^= 1
+        assert int(probe_module.unlike(wrong, reference, index)) == 1
+
+
+def test_operations_are_searched_at_the_same_counts(monkeypatch):
+    """Counts at which one of them was not tried would be of no use to a plan."""
+    monkeypatch.setattr(probe_module, "MIN_VALUES", 100)
+    clock = itertools.count()
+    monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    pool = plain_pool(WIDTH, torch.float32, CPU)
+    operations = [lambda x: x * 2, lambda x: x + (len(x) < 40)]
+    searches = [ClassSearch(str(i), RowProbe(f, pool), 3000) for i, f in enumerate(operations)]
+    one, other = find_classes(searches, 3000, budget_s=50)
+    assert covered(one) == covered(other)
+    assert set(first_counts(3000, search.DENSE)) < set(covered(one)) < set(range(1, 3001))
+    assert [c.largest for c in one.classes] == [3000]
+    assert [c.largest for c in other.classes] == [3000, 39]
+
+
+def test_what_is_to_be_tried_again_counts_as_time_taken(monkeypatch):
+    monkeypatch.setattr(probe_module, "MIN_VALUES", 100)
+    clock = itertools.count()
+    monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    pool = plain_pool(WIDTH, torch.float32, CPU)
+    made = ClassSearch("op", RowProbe(lambda x: x + (len(x) < 100), pool), 100)
+    before = made.seconds
+    made.compare([100])
+    assert made.seconds == before + 1
+    made.compare([50, 50])  # half of all rows
+    assert made.seconds == (before + 2) * 1.5

@@ -204,6 +204,21 @@ def test_without_time_it_goes_on_until_enough_was_compared():
     assert sum(c.trials for c in no_time.values()) < sum(c.trials for c in all_of_it.values())
 
 
+def test_as_many_trials_as_asked_for_whatever_the_time():
+    bench = TrialBench("fake", Attention().run, SIZES)
+    found = bench.work(trials(SIZES, LIMITS, thorough=False), 0, least=30)
+    assert {claim.name for claim in found} == set(PROPERTIES)
+    assert all(claim.trials >= 30 and claim.values >= MIN_VALUES for claim in found)
+    assert max(claim.trials for claim in found) < 60
+
+
+def test_without_time_no_property_is_tried_more_than_it_needs():
+    """One that has many values in each trial does not take the time of the others."""
+    for claim in claims(Attention(), budget_s=0).values():
+        if claim.trials > 1:
+            assert claim.values * (claim.trials - 1) / claim.trials < 2 * MIN_VALUES
+
+
 def test_a_clock_that_stands_still_changes_nothing(monkeypatch):
     monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
     one, other = claims(Attention(), budget_s=1), claims(Attention())

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from plans import certified
 
-from corun.engine.kernels.split_config import SPLIT_BEYOND
+from corun.engine.split_schedule import SPLIT_BEYOND
 from corun.rows import Rows
 from corun.verify.engine import limits_of
 from corun.verify.prompts import RandomPrompts, TextPrompts, question, words_of

@@ -1,6 +1,6 @@
 """Measures a loaded model's row classes and step properties; runs in the worker, before requests.
 
-Time is shared out: row classes get about half, by cost; attention and the whole model the rest.
+Time is shared out: row classes get about half; attention and the whole model the rest.
 """
 
 import time
@@ -17,7 +17,7 @@ from corun.certify.long_compositions import OTHERS, long_claims
 from corun.certify.planner import Engine, longest_step
 from corun.certify.pool import plain_pool
 from corun.certify.probe import RowProbe
-from corun.certify.search import find_classes
+from corun.certify.search import ClassSearch, find_classes
 from corun.certify.split_compositions import split_claims
 from corun.certify.trial import HOME, SCRATCH, Run, TrialBench
 from corun.engine import worker_facts
@@ -27,6 +27,10 @@ from corun.rows import Rows
 
 ROWS_SHARE, ATTENTION_SHARE, MODEL_SHARE = 0.5, 0.2, 0.3
 HEAD_SHARE = 0.15  # of the rows' share
+ATTENTION_TRIALS = 100  # of each kind, whatever the time; each takes about a millisecond
+# Of the whole model on a CPU, which takes seconds for more: tokens in a sequence and in a step, and
+# sequences. What it does to single rows was tried at more by then.
+CPU_SEQUENCE, CPU_STEP, CPU_REQUESTS = 129, 512, 24
 
 
 @torch.inference_mode()
@@ -55,6 +59,11 @@ def measure(
     )
     claims, sequence = _attention_claims(runner, vllm_config, limits, budget_s * ATTENTION_SHARE)
     claims += _model_claims(runner, vllm_config, draft, limits, budget_s * MODEL_SHARE)
+    if vllm_config.model_config.use_mla:  # not among the attention layers that run by themselves
+        found, sequence = _long_model_claims(
+            runner, vllm_config, draft, limits, budget_s * ATTENTION_SHARE
+        )
+        claims += found
     return Certificate(
         domain,
         tuple(rows),
@@ -73,16 +82,18 @@ def _attention_claims(
     blocks, block_size = runner.kv_cache_config.num_blocks - 2, vllm_config.cache_config.block_size
     thorough = torch.device(runner.device).type == "cuda"
     sizes = _fitting(lengths(limits, thorough), blocks, block_size)
-    room = (blocks - sum(-(-n // block_size) for n in OTHERS)) * block_size
+    room = _room(runner, vllm_config)
     layers = attention_layers(runner)
     share = budget_s / (2 if runner.corun.split is None else 3)
     claims, sequence = [], limits.sequence_tokens
     for name, layer in layers.items():
         run = _attention_run(layer, runner, vllm_config, sizes)
         bench = TrialBench(name, run, sizes, given_kv=True)
-        claims += bench.work(trials(sizes, limits, thorough), share)
+        claims += bench.work(trials(sizes, limits, thorough), share, ATTENTION_TRIALS)
         made = partial(_attention_run, layer, runner, vllm_config, places=(HOME,))
-        found, longest = long_claims(f"{name}, long", made, limits, room, share)
+        found, longest = long_claims(
+            f"{name}, long", made, limits, room, share, least=ATTENTION_TRIALS
+        )
         claims, sequence = claims + found, min(sequence, longest)
         if runner.corun.split is not None:
             made = partial(_attention_run, layer, runner, vllm_config)
@@ -96,26 +107,67 @@ def _model_claims(
 ) -> list[StepClaim]:
     """The whole model in steps as the plan would have them: no longer, and at its row counts."""
     thorough = torch.device(runner.device).type == "cuda"
+    made, limits = _model_run(runner, vllm_config, draft, limits)
+    blocks, block_size = runner.kv_cache_config.num_blocks - 2, vllm_config.cache_config.block_size
+    few = limits if thorough else _fewer(limits)
+    sizes = _fitting(lengths(few, thorough), blocks, block_size)
+    split = runner.corun.split
+    share = budget_s if split is None else budget_s / 2
+    claims = TrialBench("model", made(sizes), sizes).work(trials(sizes, few, thorough), share)
+    if split is not None:
+        claims += split_claims("model, split rows", made, limits, split.beyond, share)
+    return claims
+
+
+def _fewer(limits: Limits) -> Limits:
+    """`limits` with no more tokens than a CPU has the time for."""
+    return replace(
+        limits,
+        sequence_tokens=min(limits.sequence_tokens, CPU_SEQUENCE),
+        step_tokens=min(limits.step_tokens, CPU_STEP),
+        requests=min(limits.requests, CPU_REQUESTS),
+    )
+
+
+def _long_model_claims(
+    runner: Any, vllm_config: Any, draft: Certificate, limits: Limits, budget_s: float
+) -> tuple[list[StepClaim], int]:
+    """As ``long_claims`` of attention, for a model whose attention cannot be run by itself."""
+    made, limits = _model_run(runner, vllm_config, draft, limits)
+    made = partial(made, places=(HOME,))
+    room = _room(runner, vllm_config)
+    return long_claims("model, long", made, limits, room, budget_s, given_kv=False)
+
+
+def _model_run(
+    runner: Any, vllm_config: Any, draft: Certificate, limits: Limits
+) -> tuple[Callable[..., Run], Limits]:
+    """What makes a function that runs the model in steps, and the limits that a plan would set."""
     allowed = draft.step_rows()
     engine = Engine(limits.requests, limits.step_tokens, decode_graph=False)
     if longest := longest_step(allowed, engine):
         limits = replace(limits, step_tokens=longest)
     else:
         allowed = Rows.span(1, limits.step_tokens)
-    blocks, block_size = runner.kv_cache_config.num_blocks - 2, vllm_config.cache_config.block_size
-    sizes = _fitting(lengths(limits, thorough), blocks, block_size)
 
-    def made(sizes: list[int], prompts: list[int] | None = None) -> Run:
-        return StepRunner(runner, vllm_config, sizes, prompts).model(
+    def made(
+        sizes: list[int],
+        prompts: list[int] | None = None,
+        *,
+        places: tuple[int, ...] = (HOME, SCRATCH),
+    ) -> Run:
+        return StepRunner(runner, vllm_config, sizes, prompts, places).model(
             _token_inputs(sizes, vllm_config, runner.device), lambda n: allowed.at_least(n) or n
         )
 
-    split = runner.corun.split
-    share = budget_s if split is None else budget_s / 2
-    claims = TrialBench("model", made(sizes), sizes).work(trials(sizes, limits, thorough), share)
-    if split is not None:
-        claims += split_claims("model, split rows", made, limits, split.beyond, share)
-    return claims
+    return made, limits
+
+
+def _room(runner: Any, vllm_config: Any) -> int:
+    """Tokens of KV that the sequences of ``long_sizes`` may have together."""
+    blocks = runner.kv_cache_config.num_blocks - 2
+    partly_filled = len(OTHERS) + 1
+    return (blocks - partly_filled) * vllm_config.cache_config.block_size
 
 
 def _attention_run(
@@ -135,19 +187,18 @@ def _attention_run(
 def _row_claims(
     operations: list[RowOperation], largest: int, requests: int, budget_s: float
 ) -> list[RowClaim]:
-    total = sum(op.cost for op in operations if not op.sampled)
+    """The classes of each operation; the LM head's are of the rows that sample."""
     claims = []
-    for op in operations:
-        share = HEAD_SHARE if op.sampled else (1 - HEAD_SHARE) * op.cost / total
-        claims.append(
-            find_classes(
-                op.name,
-                RowProbe(op.function, op.pool()),
-                requests if op.sampled else largest,
-                budget_s=budget_s * share,
-                sampled=op.sampled,
-            )
-        )
+    for sampled, most, share in (
+        (False, largest, 1 - HEAD_SHARE),
+        (True, requests, HEAD_SHARE),
+    ):
+        searches = [
+            ClassSearch(op.name, RowProbe(op.function, op.pool()), most, sampled=sampled)
+            for op in operations
+            if op.sampled == sampled
+        ]
+        claims += find_classes(searches, most, budget_s=budget_s * share)
     return claims
 
 

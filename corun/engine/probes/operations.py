@@ -33,14 +33,13 @@ class RowOperation:
     """One operation of the model that treats every row alike.
 
     name: module class and shape. function: [M, K] -> [M, N]. plain: makes realistic rows [P, K].
-    cost: multiply-adds a row, to share the time by. linear: N is linear in K, so that rows can be
-    made that show the order of its sums. sampled: see ``RowClaim``.
+    linear: N is linear in K, so that rows can be made that show the order of its sums. sampled: see
+    ``RowClaim``.
     """
 
     name: str
     function: Operation
     plain: Callable[[], torch.Tensor]
-    cost: int
     linear: bool = False
     sampled: bool = False
 
@@ -66,7 +65,6 @@ def find(runner: Any, vllm_config: Any, compute_logits: Callable) -> list[RowOpe
         f"LM head {hidden} x {vocab}",
         compute_logits,
         lambda: plain_pool(hidden, dtype, device),
-        hidden * vocab,
         linear=True,
         sampled=True,
     )
@@ -105,7 +103,6 @@ def _linear(module: LinearBase, dtype: torch.dtype, device: torch.device) -> Row
         f"{type(module).__name__} {width} x {columns}",
         function,
         lambda: plain_pool(width, dtype, device),
-        width * columns,
         linear=True,
     )
 
@@ -122,7 +119,6 @@ def _latent(
             f"{type(layer).__name__} {name}, {heads} heads of {before} x {after}",
             partial(function, layer),
             partial(plain_pool, heads * before, dtype, device),
-            heads * before * after,
             linear=True,
         )
 
@@ -144,7 +140,6 @@ def _experts(
         f"{type(block).__name__} {experts} experts, {active} used, {hidden} x {inner}",
         function,
         lambda: plain_pool(hidden, dtype, device),
-        3 * hidden * inner * active,
     )
 
 
@@ -174,7 +169,6 @@ def _norm(module: Any, dtype: torch.dtype, device: torch.device) -> RowOperation
         f"{type(module).__name__} {width}",
         function,
         lambda: plain_pool(width, dtype, device),
-        4 * width,
     )
 
 
