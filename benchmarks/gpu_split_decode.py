@@ -1,15 +1,19 @@
-"""CoRun's split decode attention against a float64 reference, against itself, and against FA3.
+"""Decode attention with KV splits by each request's own length, against plain vLLM.
 
-python benchmarks/gpu_split_decode.py --out FILE.json
+python benchmarks/gpu_split_decode.py --seconds 45 --out FILE.json
 
-Needs a CUDA GPU and Triton; with vLLM installed it also times FlashAttention 3 on the same inputs.
-Exit status 0: every check held; 1: one did not; 2: no GPU. Speed is measured, not judged: the table
-and the sweep over configurations show the ratio to FA3 with its own choice of splits.
+- plain: FlashAttention 3 as vLLM calls it, with at most 32 splits (vLLM's default in full CUDA
+  graphs), with as many as it likes (0), or with one.
+- own: the same, with the number of splits of each request written into its schedule, as
+  corun.engine.split_schedule has it.
+
+Needs a CUDA GPU of compute capability 9.x and vLLM. Exit status 0: every check held; 1: one did
+not; 2: no GPU. What raises is noted and the rest goes on. Speed is measured, not judged.
 """
 
 import argparse
 import contextlib
-import dataclasses
+import copy
 import json
 import math
 import statistics
@@ -22,61 +26,36 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from corun.engine.kernels.split_config import CONFIGS, SplitConfig, SplitWorkspace
-from corun.engine.kernels.split_decode import split_decode
+from corun.engine.split_schedule import RULES, SplitRule, write_splits
 
 GPU = torch.device("cuda")
 CHECKS: list[dict] = []
 ROTATE_BYTES = 256 << 20  # more KV than the L2 holds: in a model no layer finds its KV there
-RAGGED = [int(128 * 2 ** (7 * i / 31)) for i in range(32)]  # 128 to 16k tokens
 CASES = {
     "1 x 8k": [8192],
     "1 x 32k": [32_768],
     "1 x 128k": [131_072],
     "8 x 8k": [8192] * 8,
-    "32 ragged": RAGGED,
-    "256 x 1k": [1024] * 256,
+    "32 x 2k": [2048] * 32,
 }
-SWEEP_CASES = ("1 x 8k", "1 x 32k", "1 x 128k", "8 x 8k", "256 x 1k")
-BASE = CONFIGS[128]
-SWEEP = [
-    BASE,
-    *(
-        SplitConfig(split, tile, max_splits, warps=warps, stages=stages, programs_per_sm=per_sm)
-        for split, tile, max_splits, warps, stages, per_sm in (
-            (256, 64, 64, 4, 4, 3),
-            (256, 64, 64, 4, 7, 2),
-            (256, 64, 64, 8, 5, 2),
-            (256, 64, 64, 2, 5, 3),
-            (256, 32, 64, 4, 7, 4),
-            (256, 32, 64, 2, 7, 4),
-            (256, 32, 64, 1, 7, 4),
-            (256, 128, 64, 8, 5, 1),
-            (256, 128, 64, 8, 4, 2),
-            (128, 64, 64, 4, 5, 3),
-            (128, 64, 128, 4, 5, 3),
-            (512, 64, 64, 4, 5, 3),
-            (512, 64, 256, 4, 5, 3),
-            (128, 32, 128, 4, 7, 4),
-        )
-    ),
-    dataclasses.replace(BASE, overlap=True),
-    dataclasses.replace(BASE, merge_warps=8),
-]
-MLA_SWEEP = [
-    CONFIGS[512],
-    *(
-        SplitConfig(split, tile, 64, heads, warps, stages, programs_per_sm=1)
-        for split, tile, heads, warps, stages in (
-            (256, 32, 16, 8, 5),
-            (256, 64, 16, 8, 5),
-            (256, 64, 32, 8, 5),
-            (128, 32, 32, 8, 5),
-            (128, 32, 64, 8, 3),
-            (256, 64, 64, 8, 3),
-        )
-    ),
-]
+GRAPHS = "FA3 num_splits=32"  # plain vLLM in full CUDA graphs
+PLAIN = ("FA3 num_splits=0", GRAPHS, "FA3 num_splits=1")
+MLA_RULES = [SplitRule(64, least, most) for least, most in ((4, 32), (4, 64), (2, 64), (8, 64))]
+# Heads, KV heads, dimension of the values. vLLM's FLASH_ATTN_MLA has blocks of 16 unless told.
+MLA = ((128, 1, 512), {"block": 16, "mla": 64})
+FEW = ((16, 1, 512), {"block": 16, "mla": 64})
+
+
+def heads(kv, dim=128):
+    return ((32, kv, dim), {"block": 16})
+
+
+def rules_of(batch):
+    """The rules to try; the first is the one that engines use, where they split."""
+    if batch.mla:
+        return MLA_RULES
+    tile = RULES[batch.dim].tile
+    return [RULES[batch.dim], *(SplitRule(tile, *more) for more in ((2, 32), (4, 64)))]
 
 
 def check(name, ok, compared, **detail):
@@ -102,9 +81,9 @@ class Batch:
         self.values = self.keys[..., :dim] if mla else cache[:, 1]
         order = torch.randperm(total, device=GPU, generator=generator).int() + 1
         self.tables = []
-        for copy in range(self.copies):
+        for which in range(self.copies):
             table = torch.zeros(len(lengths), max(*pages, 1), dtype=torch.int32, device=GPU)
-            at = copy * sum(pages)
+            at = which * sum(pages)
             for row, n in enumerate(pages):
                 table[row, :n] = order[at : at + n]
                 at += n
@@ -115,19 +94,10 @@ class Batch:
         self.query = (query * 2).to(dtype)
         self.dim, self.mla, self.scale = dim, mla, (dim + mla) ** -0.5
         self.longest = max(lengths)
-
-    def workspace(self, config=None, rows=None):
-        heads = self.query.shape[1]
-        return SplitWorkspace.allocate(rows or len(self.query), heads, self.dim, GPU, config)
+        self.longest_query = 256 if dim == 64 else 1  # corun.engine.attention.LONGEST_QUERY
 
     def out(self, dtype=None):
         return self.query.new_zeros((*self.query.shape[:2], self.dim), dtype=dtype)
-
-    def corun(self, workspace, out, table=None):
-        table = self.tables[0] if table is None else table
-        args = (self.query, self.keys, self.values, table, self.lengths, self.scale)
-        split_decode(*args, out, workspace)
-        return out
 
     def flash(self, num_splits, ahead, table, out):
         """vLLM's FlashAttention 3 as its decode calls it; `ahead`: a schedule made beforehand."""
@@ -138,31 +108,11 @@ class Batch:
             given["q"], given["k"] = self.query_rope, self.keys[..., self.dim :]
             given["q_v"] = self.query_latent
         return flash_attn_varlen_func(
-            **given, max_seqlen_q=1, cu_seqlens_q=self.starts, max_seqlen_k=self.longest,
-            seqused_k=self.lengths, softmax_scale=self.scale, causal=True, block_table=table,
-            scheduler_metadata=ahead, num_splits=num_splits, fa_version=3,
+            **given, max_seqlen_q=self.longest_query, cu_seqlens_q=self.starts,
+            max_seqlen_k=self.longest, seqused_k=self.lengths, softmax_scale=self.scale,
+            causal=True, block_table=table, scheduler_metadata=ahead, num_splits=num_splits,
+            fa_version=3,
         )  # fmt: skip
-
-    def flash_runs(self):
-        """Name -> what to run on a block table."""
-        from vllm.vllm_flash_attn import get_scheduler_metadata
-
-        rows, heads = self.query.shape[:2]
-        self.starts = torch.arange(rows + 1, dtype=torch.int32, device=GPU)
-        self.query_latent = self.query[..., : self.dim].contiguous()
-        self.query_rope = self.query[..., self.dim :].contiguous()
-        out, runs = self.out(), {}
-        for splits in (0, 1):
-            ahead = get_scheduler_metadata(
-                rows, 1, self.longest, heads, self.keys.shape[2], self.mla or self.dim,
-                self.lengths, self.query.dtype, self.dim, cu_seqlens_q=self.starts,
-                page_size=self.keys.shape[1], causal=True, num_splits=splits,
-            )  # fmt: skip
-            for name, plan in (("", None), (", scheduled ahead", ahead)):
-                runs[f"FA3 num_splits={splits}{name}"] = lambda table, splits=splits, plan=plan: (
-                    self.flash(splits, plan, table, out)
-                )
-        return runs
 
     def reference(self):
         """Attention in float64, and how far a result with rounded weights may lie from it."""
@@ -183,86 +133,6 @@ class Batch:
             rounding = torch.finfo(self.query.dtype).eps / 2
             bound[row] = 1.1 * rounding * spread + length * 2.0**-25 * 4 + 1e-5
         return out, bound
-
-
-SHAPES = [  # query heads, KV heads, dim, dtype, block, MLA dimensions
-    (32, 8, 128, torch.bfloat16, 16, 0),
-    (32, 4, 128, torch.bfloat16, 16, 0),
-    (16, 16, 128, torch.float16, 32, 0),
-    (14, 2, 64, torch.bfloat16, 16, 0),
-    (16, 1, 256, torch.bfloat16, 16, 0),
-    (128, 1, 512, torch.bfloat16, 64, 64),
-    (16, 1, 512, torch.float16, 16, 64),
-]
-
-
-def label(shape):
-    heads, kv_heads, dim, dtype, block, mla = shape
-    kind = "MLA" if mla else f"D={dim}"
-    return f"{heads}/{kv_heads} heads, {kind}, {str(dtype).split('.')[1]}, blocks of {block}"
-
-
-def make(shape, lengths):
-    heads, kv_heads, dim, dtype, block, mla = shape
-    return Batch(lengths, heads, kv_heads, dim, dtype=dtype, block=block, mla=mla)
-
-
-def check_reference(shape):
-    batch = make(shape, [1, 0, 17, 255, 256, 257, 1000, 5000, 20_000])
-    found = batch.corun(batch.workspace(), batch.out(torch.float32).fill_(7)).double()
-    expected, bound = batch.reference()
-    expected[1] = 7  # a row of length 0 is not touched
-    share = ((found - expected).abs() / bound.clamp(min=1e-9)).max()
-    ok = bool(share <= 1)
-    check(f"float64 reference, {label(shape)}", ok, found.numel(), share_of_bound=float(share))
-
-
-def replayed(batch, lengths, workspace):
-    """Output of one graph captured on other lengths and replayed on these."""
-    batch.lengths = torch.ones_like(lengths)
-    out = batch.out(torch.float32)
-    batch.corun(workspace, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        batch.corun(workspace, out)
-    batch.lengths.copy_(lengths)
-    graph.replay()
-    return out
-
-
-def check_invariance(shape):
-    """A row alone, in other batches, elsewhere in them, padded, under other grids and graphs."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = [1, 16, 255, 256, 257, 16_384, 16_385, 20_000, 0]
-    lengths += torch.randint(1, 6000, (39,), generator=generator).tolist()
-    batch = make(shape, lengths)
-    workspace = batch.workspace(rows=256)
-    whole = batch.corun(workspace, batch.out(torch.float32)).view(torch.int32)
-    query, all_lengths, table = batch.query, batch.lengths, batch.tables[0]
-    rows = len(lengths)
-    found = [(range(rows), replayed(batch, all_lengths, workspace))]
-
-    def run(order, workspace=workspace, width=0, padded=0):
-        """Rows `order` as a batch of their own, with padding rows behind them."""
-        n = len(order)
-        batch.query = query[order + [0] * padded]
-        batch.lengths = all_lengths[order + [0] * padded]
-        batch.lengths[n:] = 0
-        wide = torch.zeros(n + padded, table.shape[1] + width, dtype=torch.int32, device=GPU)
-        wide[:n, : table.shape[1]] = table[order]
-        found.append((order, batch.corun(workspace, batch.out(torch.float32), wide)[:n]))
-
-    for row in range(rows):
-        run([row])
-    for size in (2, 3, 5, 8, 17, 33, rows, rows):
-        order = torch.randperm(rows, generator=generator)[:size].tolist()
-        run(order)
-        run(order, width=size * 3 + 1, padded=256 - size)
-    for programs in (1, 77, 1024):
-        run(list(range(rows)), dataclasses.replace(workspace, programs=programs))
-    ok = all(torch.equal(out.view(torch.int32), whole[list(order)]) for order, out in found)
-    compared = sum(out.numel() for _, out in found)
-    check(f"invariance, {label(shape)}", ok and compared >= 100_000, compared)
 
 
 def graph_time(batch, run, repeats=12):
@@ -288,126 +158,273 @@ def graph_time(batch, run, repeats=12):
     return statistics.median(times)
 
 
-def corun_time(batch, config):
-    workspace, out = batch.workspace(config), batch.out()
-    return graph_time(batch, lambda table: batch.corun(workspace, out, table))
+def name_of(kind, rule):
+    return f"{kind}: {rule.least} x {rule.tile} tokens or more, {rule.most} splits or fewer"
 
 
-def measure(name, batch, configs, notes):
-    """Times of FA3 and of CoRun under each configuration, in microseconds."""
-    row: dict = {"FA3": {}, "CoRun": {}}
-    try:
-        for run_name, run in batch.flash_runs().items():
-            row["FA3"][run_name] = graph_time(batch, run)
-    except Exception as e:  # a machine without vLLM or FA3 still times CoRun
-        notes.append(f"{name}, FA3: {type(e).__name__}: {e}")
-    for config in configs:
-        key = str(config).removeprefix("SplitConfig")
+def schedule(batch, num_splits):
+    """FA3's scheduler metadata of the batch, as vLLM's metadata builders make it."""
+    from vllm.vllm_flash_attn import get_scheduler_metadata
+
+    rows, heads = batch.query.shape[:2]
+    return get_scheduler_metadata(
+        rows, batch.longest_query, batch.longest, heads, batch.keys.shape[2],
+        batch.mla or batch.dim, batch.lengths, batch.query.dtype, batch.dim,
+        cu_seqlens_q=batch.starts, page_size=batch.keys.shape[1], causal=True,
+        num_splits=num_splits,
+    )  # fmt: skip
+
+
+def for_flash(batch):
+    """The batch, with what ``Batch.flash`` reads."""
+    batch.starts = torch.arange(len(batch.query) + 1, dtype=torch.int32, device=GPU)
+    batch.query_latent = batch.query[..., : batch.dim].contiguous()
+    batch.query_rope = batch.query[..., batch.dim :].contiguous()
+    return batch
+
+
+def plain(batch, num_splits):
+    for_flash(batch)
+    plan, out = schedule(batch, num_splits), batch.out()
+    return lambda table: batch.flash(num_splits, plan, table, out)
+
+
+def write(plan, lengths, rule):
+    write_splits(plan, torch.from_numpy(rule.counts(lengths.cpu().numpy())).to(GPU))
+
+
+def own(batch, rule, plan=None):
+    for_flash(batch)
+    out = batch.out()
+    plan = schedule(batch, rule.most) if plan is None else plan
+    write(plan, batch.lengths, rule)
+    return lambda table: batch.flash(rule.most, plan, table, out)
+
+
+def candidates(batch):
+    """Name -> (what makes a run, its arguments), in the order in which they are measured."""
+    found = {name: (plain, int(name.split("=")[1])) for name in PLAIN}
+    return found | {name_of("own", rule): (own, rule) for rule in rules_of(batch)}
+
+
+def part(batch, order, *, width=0, padded=0, longest=None):
+    """Rows `order` as a batch of their own: a wider table, padding rows, another longest."""
+    other, rows, n = copy.copy(batch), list(order) + [0] * padded, len(order)
+    other.query, other.lengths = batch.query[rows], batch.lengths[rows]
+    other.lengths[n:] = 0
+    table = batch.tables[0]
+    wide = torch.zeros(n + padded, table.shape[1] + width, dtype=torch.int32, device=GPU)
+    wide[:n, : table.shape[1]] = table[list(order)]
+    other.tables, other.longest = [wide], longest or int(other.lengths.max())
+    return other
+
+
+def check_reference(shape, label, notes):
+    """Against float64. A bf16 result of bf16 partial results has three roundings, not one."""
+    batch = Batch([1, 17, 63, 64, 65, 257, 1000, 5000, 20_000], *shape[0], **shape[1])
+    expected, bound = batch.reference()
+    for name, (make, *args) in candidates(batch).items():
         try:
-            row["CoRun"][key] = corun_time(batch, config)
-        except Exception as e:  # a configuration that does not fit this GPU is left out
-            notes.append(f"{name}, {key}: {type(e).__name__}: {e}")
-    best = min(row["CoRun"].values(), default=math.inf)
-    row["best_us"] = best
-    row["best_gb_s"] = batch.bytes / best / 1000
-    plain = min((t for n, t in row["FA3"].items() if "num_splits=0" in n), default=None)
-    if plain:
-        default = str(configs[0]).removeprefix("SplitConfig")
-        row["default / FA3 num_splits=0"] = row["CoRun"].get(default, math.inf) / plain
-        row["best / FA3 num_splits=0"] = best / plain
+            found = make(batch, *args)(batch.tables[0]).double()
+        except Exception as e:
+            notes.append(f"reference, {label}, {name}: {type(e).__name__}: {e}")
+            continue
+        share = float(((found - expected).abs() / (3 * bound)).max())
+        check(
+            f"float64 reference, {label}, {name}", share <= 1, found.numel(), share_of_bound=share
+        )
+
+
+def replayed(batch, rule):
+    """Output of one graph captured on lengths of 1 and replayed on the batch's."""
+    real = batch.lengths
+    real_plan = schedule(for_flash(batch), rule.most)
+    write(real_plan, real, rule)
+    batch = copy.copy(batch)
+    batch.lengths = torch.ones_like(real)
+    plan = schedule(for_flash(batch), rule.most)
+    run = own(batch, rule, plan)
+    run(batch.tables[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(batch.tables[0])
+    batch.lengths.copy_(real)
+    plan.copy_(real_plan)
+    graph.replay()
+    return out
+
+
+def check_invariance(shape):
+    """A row alone, in other batches, elsewhere in them, padded, under other bounds and graphs."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1, 63, 64, 65, 128, 4096, 8192, 8193, 20_000, 40_000]
+    lengths += torch.randint(1, 6000, (14,), generator=generator).tolist()
+    batch = Batch(lengths, *shape[0], **shape[1])
+    rows, rule = len(lengths), rules_of(batch)[0]
+    whole = own(batch, rule)(batch.tables[0]).clone().view(torch.int16)
+    found = [(list(range(rows)), replayed(batch, rule))]
+
+    def run(order, **how):
+        other = part(batch, order, **how)
+        found.append((list(order), own(other, rule)(other.tables[0])[: len(order)]))
+
+    for row in range(rows):
+        run([row])
+    for size in (2, 3, 5, 8, 17, rows):
+        order = torch.randperm(rows, generator=generator)[:size].tolist()
+        run(order)
+        run(order, width=size * 3 + 1, padded=40 - size, longest=131_072)
+    differing = sum(int((out.view(torch.int16) != whole[order]).sum()) for order, out in found)
+    compared = sum(out.numel() for _, out in found)
+    ok = differing == 0 and compared >= 100_000
+    check(f"invariance, {label(shape)}, {name_of('own', rule)}", ok, compared, differing=differing)
+
+
+def label(shape):
+    (query_heads, kv_heads, dim), more = shape
+    kind = "MLA" if "mla" in more else f"D={dim}"
+    return f"{query_heads}/{kv_heads} heads, {kind}, blocks of {more['block']}"
+
+
+def check_effect(shape):
+    """FA3 splits by the numbers written; a row of one split is as in a call with num_splits=1."""
+    batch = Batch([8192, 5000, 1, 130, 2048, 2049, 700], *shape[0], **shape[1])
+    rule, table = rules_of(batch)[0], batch.tables[0]
+    split = own(batch, rule)(table).clone().view(torch.int16)
+    plan = schedule(batch, rule.most)
+    shown = plan.tolist()
+    write_splits(plan, torch.ones(len(batch.lengths), dtype=torch.int32, device=GPU))
+    one = batch.flash(rule.most, plan, table, batch.out()).view(torch.int16)
+    detail = {
+        "schedule_of_fa3": shown,
+        "written": rule.counts(batch.lengths.cpu().numpy()).tolist(),
+    }
+    rows = torch.tensor(detail["written"], device=GPU) > 1
+    differs = bool((split != one).flatten(1).any(dim=1)[rows].all())
+    check(f"FA3 splits by the numbers written, {label(shape)}", differs, one.numel(), **detail)
+    # Steps with chunks are computed with one split, and without a schedule.
+    unsplit = batch.flash(1, None, table, batch.out()).view(torch.int16)
+    differing = int((one != unsplit).sum())
+    check(
+        f"one split as num_splits=1, {label(shape)}",
+        not differing,
+        one.numel(),
+        differing=differing,
+    )
+
+
+def host_time(call, repeats=50):
+    """Mean time of call(), launches and GPU together, in microseconds."""
+    call()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * 1e6 / repeats
+
+
+def measure(name, batch, notes):
+    """Candidate -> its time in microseconds."""
+    row = {}
+    for label, (make, *args) in candidates(batch).items():
+        try:
+            row[label] = graph_time(batch, make(batch, *args))
+        except Exception as e:
+            notes.append(f"{name}, {label}: {type(e).__name__}: {e}")
+            torch.cuda.synchronize()
     return row
 
 
-def rank(table):
-    """Configurations by their mean time relative to FA3's own choice (else to the best)."""
-    ratios: dict[str, list[float]] = {}
-    swept = [row for row in table.values() if len(row["CoRun"]) > 1]
-    for row in swept or table.values():
-        base = min((t for n, t in row["FA3"].items() if "num_splits=0" in n), default=None)
-        base = base or min(row["CoRun"].values())
-        for config, t in row["CoRun"].items():
-            ratios.setdefault(config, []).append(t / base)
-    most = max(map(len, ratios.values()))
-    ranked = [
-        {"config": c, "worst": max(r), "mean": statistics.geometric_mean(r)}
-        for c, r in ratios.items()
-        if len(r) == most
-    ]
-    return sorted(ranked, key=lambda x: x["mean"])
+def show(name, row):
+    print(f"\n{name}: median us, share of num_splits=0 and of num_splits=32 (full CUDA graphs)")
+    for label, t in sorted(row.items(), key=lambda x: x[1]):
+        shares = "  ".join(f"{t / row[p]:5.2f}" if p in row else "    -" for p in PLAIN[:2])
+        print(f"  {t:8.1f}  {shares}  {label}")
 
 
-def show(title, table):
-    print(f"\n{title}, median microseconds")
-    for name, row in table.items():
-        flash = "  ".join(f"{k.removeprefix('FA3 ')} {v:.1f}" for k, v in row["FA3"].items())
-        ours = next(iter(row["CoRun"].values()), math.nan)
-        default, best = (
-            row.get(f"{which} / FA3 num_splits=0", math.nan) for which in ("default", "best")
-        )
-        print(
-            f"  {name:24} CoRun {ours:8.1f} ({default:.2f} of FA3's; "
-            f"best {row['best_us']:.1f}, {best:.2f}; "
-            f"{row['best_gb_s']:.0f} GB/s)  FA3: {flash}"
-        )
+def guarded(notes, call, *args):
+    try:
+        call(*args)
+    except Exception as e:
+        detail = f"{call.__name__}{args[:2]}: {type(e).__name__}: {e}"
+        check(detail, False, 0)
+        notes.append(detail)
+    torch.cuda.empty_cache()
+
+
+def once_a_step(batch):
+    """Host and GPU time of what is done once a step, not once a layer."""
+    rule = rules_of(batch)[0]
+    plan = schedule(for_flash(batch), rule.most)
+    counts = torch.from_numpy(rule.counts(batch.lengths.cpu().numpy())).to(GPU)
+    return {
+        "get_scheduler_metadata": host_time(lambda: schedule(batch, rule.most)),
+        "write_splits": host_time(lambda: write_splits(plan, counts)),
+    }
+
+
+def jobs():
+    """(name, lengths, shape) in the order in which they are measured."""
+    shapes = {f"GQA, {kv} KV heads": heads(kv) for kv in (4, 8)}
+    shapes |= {"MLA, 128 query heads": MLA, "MLA, 16 query heads": FEW}
+    return [(f"{c}, {s}", CASES[c], shape) for s, shape in shapes.items() for c in CASES]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", help="write the results to this JSON file")
-    parser.add_argument("--seconds", type=float, default=80, help="skip what would start later")
-    parser.add_argument("--no-sweep", action="store_true", help="time the built-in settings only")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
+    parser.add_argument("--seconds", type=float, default=45, help="skip what would start later")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA GPU here", file=sys.stderr)
         return 2
     begun = time.time()
-    result: dict = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    result: dict = {"benchmark": "split-decode", "device": torch.cuda.get_device_name()}
+    result["command"] = (
+        f"python benchmarks/gpu_split_decode.py --seconds {args.seconds:g} --out FILE"
+    )
+    result["torch"] = torch.__version__
     with contextlib.suppress(metadata.PackageNotFoundError):
         result["vllm"] = metadata.version("vllm")
     notes: list[str] = []
-    tables: dict[str, dict] = {"GQA": {}, "MLA": {}}
+    speed: dict[str, dict] = {}
 
     def write():
-        ranks = {k: rank(t) for k, t in tables.items() if t}
+        shares = {
+            name: {p: {k: t / row[p] for k, t in row.items()} for p in PLAIN[:2] if p in row}
+            for name, row in speed.items()
+        }
         result.update(seconds=round(time.time() - begun, 1), checks=CHECKS, notes=notes)
-        result.update(speed_us=tables, ranks=ranks)
+        result.update(speed_us=speed, share_of=shares)
         if args.out:
-            Path(args.out).write_text(json.dumps(result, indent=1))
-        return ranks
+            args.out.write_text(json.dumps(result, indent=1))
 
-    for shape in SHAPES:
-        check_reference(shape)
-        check_invariance(shape)
-        torch.cuda.empty_cache()
+    shapes = (heads(8), heads(4), heads(8, 64), heads(8, 256), MLA)
+    for shape in shapes:
+        guarded(notes, check_effect, shape)
+        guarded(notes, check_reference, shape, label(shape), notes)
+        guarded(notes, check_invariance, shape)
     result["seconds_of_checks"] = round(time.time() - begun, 1)
-    jobs = [("GQA", kv, case) for kv in (4, 8) for case in CASES]
-    jobs += [("MLA", heads, case) for heads in (128, 16) for case in CASES if case != "256 x 1k"]
-    # The cases the configurations are judged by first.
-    jobs.sort(key=lambda job: job[2] not in SWEEP_CASES)
-    for kind, heads, case in jobs:
-        name = f"{case}, {heads} {'KV' if kind == 'GQA' else 'query'} heads"
+    for i, (name, lengths, (sizes, more)) in enumerate(jobs()):
         if time.time() - begun > args.seconds:
-            notes.append(f"{kind}, {name}: skipped, out of time")
+            notes.append(f"{name}: skipped, out of time")
             continue
-        swept = case in SWEEP_CASES and not args.no_sweep
-        if kind == "GQA":
-            batch, configs = Batch(CASES[case], 32, heads, 128), SWEEP if swept else [BASE]
-        else:
-            batch = Batch(CASES[case], heads, 1, 512, block=64, mla=64)
-            configs = MLA_SWEEP if swept else MLA_SWEEP[:1]
-        tables[kind][name] = measure(f"{kind}, {name}", batch, configs, notes)
+        batch = Batch(lengths, *sizes, **more)
+        speed[name] = measure(name, batch, notes)
+        show(name, speed[name])
+        if i == 0:
+            with contextlib.suppress(Exception):
+                result["once_a_step_us"] = once_a_step(batch)
         del batch
         torch.cuda.empty_cache()
-    ranks = write()
-    for kind, table in tables.items():
-        if table:
-            show(kind, table)
-            print(f"{kind} configurations, time relative to FA3 num_splits=0")
-            for entry in ranks[kind]:
-                print(f"  mean {entry['mean']:.2f} worst {entry['worst']:.2f} {entry['config']}")
+        write()
+    write()
     for note in notes:
         print(f"note: {note}")
     failed = [c["name"] for c in CHECKS if not c["ok"]]
+    print(f"once a step: {result.get('once_a_step_us')}")
     print(f"\n{len(CHECKS) - len(failed)} of {len(CHECKS)} checks held", *failed, sep="\n  ")
     return 1 if failed else 0
 

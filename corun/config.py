@@ -27,7 +27,7 @@ class CoRunConfig:
     step_log: a file that receives one JSON line for each executed step; None for no log.
     certificate: a certificate's file; None for the one that ``corun certify`` keeps for this
         machine. MEASURE: start unproven, to be measured (what ``corun certify`` itself does).
-    split_decode: under ``certified``, decode long requests with a fixed-length KV split; see
+    split_decode: under ``certified``, split the KV of long decode rows by their own length; see
         docs/contract.md. Legal with ``certified`` and ``auto`` only.
     """
 

@@ -37,7 +37,6 @@ CUDA_RULES = (
             "flash(?!infer)",  # FlashAttention, FlashMLA, and vLLM's kernels that write its cache
             "fmha|unified_attention|paged_attention|prefillwith|decodewith|attn",
             "reduce_segments|reshape_and_cache|concat_and_cache|mla_",
-            "_attend_splits|_merge_splits",  # CoRun's split decode
             "_fwd_kernel_stage|_fwd_grouped_kernel",
         ),
     ),

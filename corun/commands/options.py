@@ -37,8 +37,8 @@ def add_split_option(group: Any) -> None:
     group.add_argument(
         "--split-decode",
         action=argparse.BooleanOptionalAction,
-        help="under certified: split the KV of long requests at fixed lengths, which decodes a few "
-        "long requests faster (default: CORUN_SPLIT_DECODE, else off)",
+        help="under certified: split the KV of long requests by their own length, which decodes a "
+        "few long requests faster (default: CORUN_SPLIT_DECODE, else off)",
     )
 
 

@@ -59,12 +59,14 @@ def _hold_flash_attn(builder: Any, state: RunnerState) -> None:
 
     def held(*args: Any, **kwargs: Any) -> Any:
         metadata = build(*args, **kwargs)
+        decode = metadata.max_query_len == 1
         if state.one_split:
             _one_split(metadata, state.graph and not state.plan.certified, "FLASH_ATTN")
         if steady_tile:
             metadata.max_query_len = max(metadata.max_query_len, LONGEST_QUERY)
         if state.split is not None:
-            state.split.attach(metadata)
+            longest = LONGEST_QUERY if steady_tile else 1
+            state.split.attach(metadata, builder, decode=decode, longest=longest)
         return metadata
 
     builder.build = held

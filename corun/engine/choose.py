@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import EngineArgs
 from corun.certify import planner, store
 from corun.certify.certificate import Certificate, CertificateError
 from corun.config import MEASURE, CoRunConfig
-from corun.engine.kernels.split_config import SPLIT_BEYOND
+from corun.engine.split_schedule import SPLIT_BEYOND
 from corun.engine.subject import subject
 from corun.plan import Grants, Plan
 from corun.rows import Rows
@@ -88,9 +88,7 @@ def choose(
     """
     if config.certificate == MEASURE:
         if args.tensor_parallel_size > 1:
-            raise ValueError(
-                f"{_unheld(args)}; certify it on one device, or use 'isolate'"
-            )
+            raise ValueError(f"{_unheld(args)}; certify it on one device, or use 'isolate'")
         if why := _sizes_apart(args):
             raise ValueError(f"{why}; remove that setting to certify the engine")
         return Plan(

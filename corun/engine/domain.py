@@ -12,7 +12,7 @@ import torch
 
 from corun.engine import settings, worker_facts
 from corun.engine.seams import vllm_version
-from corun.engine.kernels.split_config import reaching_bits
+from corun.engine.split_schedule import reaching_bits
 from corun.engine.variables import reaching_arithmetic
 
 SEAMS = (

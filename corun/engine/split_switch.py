@@ -13,10 +13,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from corun.config import CoRunConfig
-from corun.engine.kernels.split_config import HEAD_DIMS
+from corun.engine.split_schedule import MOST_SEQUENCES, RULES
 
 SEAMS: tuple[tuple, ...] = (
     ("vllm.platforms", "current_platform.is_cuda"),
+    ("vllm.platforms", "current_platform.is_device_capability_family", ("capability",)),
+    ("vllm.engine.arg_utils", "EngineArgs.max_num_seqs"),
+    ("vllm.config", "AttentionConfig.flash_attn_version"),
     ("vllm.engine.arg_utils", "EngineArgs.attention_backend"),
     ("vllm.engine.arg_utils", "EngineArgs.attention_config"),
     ("vllm.config", "ModelConfig.get_head_size"),
@@ -37,8 +40,18 @@ def _backend(args: EngineArgs) -> str | None:
 def why_not(args: EngineArgs, model_config: Any) -> str | None:
     """Why this engine cannot split decode, or None."""
     asked, size = _backend(args), model_config.get_head_size()
+    version = args.attention_config.flash_attn_version
     reasons = (
-        (not current_platform.is_cuda(), "it needs an NVIDIA GPU"),
+        (
+            not current_platform.is_cuda() or not current_platform.is_device_capability_family(90),
+            "it needs an NVIDIA GPU of compute capability 9.x, for FlashAttention 3",
+        ),
+        (version not in (None, 3), f"it needs FlashAttention 3, not {version}"),
+        (
+            (args.max_num_seqs or 0) > MOST_SEQUENCES,
+            f"FlashAttention 3 splits steps of at most {MOST_SEQUENCES} requests, not "
+            f"{args.max_num_seqs} (max_num_seqs)",
+        ),
         (
             model_config.dtype not in (torch.bfloat16, torch.float16),
             f"it computes in bfloat16 or float16, not {model_config.dtype}",
@@ -48,7 +61,7 @@ def why_not(args: EngineArgs, model_config: Any) -> str | None:
             asked not in (None, _BACKEND),
             f"it works with the attention backend {_BACKEND}, not {asked}",
         ),
-        (size not in HEAD_DIMS, f"it takes head dimensions {HEAD_DIMS}, not {size}"),
+        (size not in RULES, f"it takes head dimensions {tuple(RULES)}, not {size}"),
         (
             getattr(model_config, "rswa_window", None) is not None,
             "it does not know the attention pattern of this model (R-SWA)",

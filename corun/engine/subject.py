@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from corun.engine import compilation, gemm, settings
 from corun.engine.domain import device_name, model_shape, software
 from corun.engine.environment import usable_cpus
-from corun.engine.kernels.split_config import reaching_bits
+from corun.engine.split_schedule import reaching_bits
 from corun.engine.variables import reaching_arithmetic
 
 SEAMS = (

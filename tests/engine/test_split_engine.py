@@ -1,12 +1,14 @@
 """Split decode in a whole engine on the CPU: certified, then verified with preemption and caching.
 
-CoRun's kernel needs a GPU. In its place stands vLLM's own CPU attention, one row at a time for each
-split row, and marked: its output is scaled by a little. So a row that the wrong one of the two
-computes, in any layer and any step, changes bits. Everything else is what runs on a GPU: the rule,
-the rows of each step, the prefix cache, the probes, the plan. Contexts stay short: from about 1,400
-tokens on vLLM's CPU attention itself depends on where a prompt is cut.
+FlashAttention 3 needs a GPU. In its place stands vLLM's own CPU attention, and what it is told to
+split, by the schedule that it gets, is marked: its output is scaled by a little. So a row that is
+split where it must not be, or the other way round, in any layer and any step, changes bits.
+Everything else is what runs on a GPU: the rule, the rows of each step, the prefix cache, the
+probes, the plan. Contexts stay short: from about 1,400 tokens on vLLM's CPU attention itself
+depends on where a prompt is cut.
 """
 
+import copy
 import json
 import sys
 from types import ModuleType
@@ -18,60 +20,65 @@ import torch
 from conftest import LAYERS
 from vllm import SamplingParams
 from vllm import _custom_ops as ops
-from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from corun.cli import main
 from corun.config import CoRunConfig
-from corun.engine import attention, choose, split_attention, split_switch
-from corun.engine.kernels import split_config
+from corun.engine import attention, choose, split_attention, split_schedule, split_switch
+from corun.engine.split_schedule import SplitRule
 from corun.verify.compare import compare
 from corun.verify.engine import close_engine, defaults, open_engine
 from corun.verify.record import record_of
 
 BEYOND, MARK = 64, 1 + 2**-7
+RULE = SplitRule(tile=16, least=1, most=32)
 ENGINE = {
     "dtype": "float32",
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 1 << 29,
     "block_size": 32,
 }
+FLASH = "vllm.vllm_flash_attn"
+forward = CPUAttentionBackendImpl.forward
 
 
-def marked(query, cache, _, table, lengths, scale, out, workspace):  # noqa: PLR0917
-    """As ``split_decode``, over vLLM's CPU cache; each row in a call of its own."""
-    blocks, kv_heads, block, _ = cache.shape
-    heads, dim = query.shape[1:]
-    keys, values = cache.view(blocks, kv_heads, 2 * block, dim).chunk(2, dim=2)
-    starts = torch.tensor([0, 1], dtype=torch.int32)
-    for row in lengths.nonzero().flatten().tolist():
-        own = slice(row, row + 1)
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
-            seq_lens=lengths[own], dtype=query.dtype, query_start_loc=starts, causal=True,
-            sliding_window_size=-1, isa=_get_attn_isa(query.dtype, block, dim, "auto"),
-            enable_kv_split=False,
-        )  # fmt: skip
-        found = torch.empty(1, heads, dim, dtype=query.dtype)
-        ops.cpu_attention_with_kv_cache(
-            query=query[own].contiguous(), key_cache=keys, value_cache=values, output=found,
-            query_start_loc=starts, seq_lens=lengths[own].contiguous(), scale=scale, causal=True,
-            alibi_slopes=None, sliding_window=-1, block_table=table[own].contiguous(), softcap=0,
-            scheduler_metadata=schedule, s_aux=None,
-        )  # fmt: skip
-        out[own] = found * MARK
-        marked.rows += 1
+def get_scheduler_metadata(*, batch_size, num_splits, **_):
+    """A schedule of FlashAttention 3's size, with numbers of splits that nobody wants."""
+    assert num_splits == RULE.most
+    return torch.full((2 * ((batch_size + 3) // 4 * 4) + 1,), 9, dtype=torch.int32)
+
+
+def marked(self, layer, query, key, value, kv_cache, attn_metadata, output, **more):  # noqa: PLR0917
+    """As vLLM's, but what the schedule splits is marked."""
+    if getattr(attn_metadata, "max_num_splits", 1) == 1:
+        return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **more)
+    rows, schedule = len(attn_metadata.seq_lens), attn_metadata.scheduler_metadata
+    padded = (rows + 3) // 4 * 4
+    split = (schedule[padded : padded + rows] > 1).nonzero().flatten()
+    plain = copy.copy(attn_metadata)
+    plain.scheduler_metadata = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=rows, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+        head_dim=self.head_size, seq_lens=plain.seq_lens, dtype=query.dtype,
+        query_start_loc=plain.query_start_loc, causal=True, sliding_window_size=-1, isa=layer.isa,
+        enable_kv_split=False,
+    )  # fmt: skip
+    forward(self, layer, query, key, value, kv_cache, plain, output, **more)
+    output[split] *= MARK
+    marked.rows += len(split)
+    return output
 
 
 def hold(builder, state):
-    """As for FLASH_ATTN, but CPU attention computes every row, for it takes no length of 0."""
+    """As for FLASH_ATTN, but the first call of a step computes every row: it takes no length 0."""
     build = builder.build
 
     def held(*args, **kwargs):
         metadata = build(*args, **kwargs)
         if state.split is not None:
-            state.split.attach(metadata)
-            if (rows := getattr(metadata, "corun_split", None)) is not None:
-                rows.left = metadata.seq_lens
+            decode = metadata.max_query_len == 1
+            state.split.attach(metadata, builder, decode=decode, longest=1)
+            if not decode and (step := getattr(metadata, "corun_split", None)) is not None:
+                step.left = metadata.seq_lens
         return metadata
 
     builder.build = held
@@ -82,16 +89,17 @@ def kept(tmp_path_factory):
     """Split decode on the CPU, from BEYOND tokens on, and a place for its certificate."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CORUN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        for module in (choose, split_config):
+        for module in (choose, split_schedule):
             patch.setattr(module, "SPLIT_BEYOND", BEYOND)
+        patch.setitem(split_schedule.RULES, 64, RULE)
         patch.setattr(split_switch, "why_not", lambda args, model_config: None)
         patch.setattr(split_attention, "why_not", lambda layer: None)
-        patch.setattr(split_attention, "_caches", lambda cache, dim: (cache, cache))
         patch.setitem(attention.HOLD, "CPU_ATTN", hold)
-        name = "corun.engine.kernels.split_decode"
-        kernel = ModuleType(name)
-        kernel.split_decode = marked
-        patch.setitem(sys.modules, name, kernel)
+        patch.setattr(CPUAttentionBackendImpl, "forward", marked)
+        patch.setitem(sys.modules, FLASH, ModuleType(FLASH))
+        interface = ModuleType(f"{FLASH}.flash_attn_interface")
+        interface.get_scheduler_metadata = get_scheduler_metadata
+        patch.setitem(sys.modules, interface.__name__, interface)
         marked.rows = 0
         yield
 

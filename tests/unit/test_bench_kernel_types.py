@@ -20,8 +20,6 @@ CUDA = {
     "void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, __nv_bfloat16>": "attention",
     "kernel_unified_attention": "attention",
     "void flashinfer::BatchDecodeWithPagedKVCacheKernel<>": "attention",
-    "_attend_splits": "attention",
-    "_merge_splits": "attention",
     "fused_moe_kernel": "moe",
     "void vllm::moe::topkGating<8, 128, 4, 16, 32, int>": "moe",
     "void vllm::moe::moe_align_block_size_kernel<int>": "moe",

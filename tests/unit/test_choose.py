@@ -15,7 +15,7 @@ from corun.certify.certificate import CertificateError
 from corun.config import MEASURE, CoRunConfig
 from corun.engine import choose as choose_module
 from corun.engine.choose import choose, without_model
-from corun.engine.kernels.split_config import SPLIT_BEYOND
+from corun.engine.split_schedule import SPLIT_BEYOND
 from corun.plan import Grants
 from corun.rows import Rows
 

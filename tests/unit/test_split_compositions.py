@@ -13,7 +13,7 @@ from corun.certify.split_compositions import (
     split_prompts,
     split_trials,
 )
-from corun.engine.kernels.split_config import SPLIT_BEYOND
+from corun.engine.split_schedule import SPLIT_BEYOND
 
 BEYOND, WIDTH = 64, 1024
 LARGE = Limits(step_tokens=8192, requests=256, kv_tokens=1_000_000, sequence_tokens=40_960)

@@ -35,7 +35,7 @@ def test_a_row_is_split_by_its_length_and_its_prompt_alone(asked):
 
 
 @given(requests)
-def test_the_other_kernel_sees_every_length_but_those_of_single_split_rows(asked):
+def test_the_first_call_sees_every_length_but_those_of_single_split_rows(asked):
     left = split_tokens(rows_of(asked), BEYOND).left.tolist()
     for seen, (prompt, begin, n) in zip(left, asked, strict=True):
         end = begin + n

@@ -21,10 +21,10 @@ from corun.engine import (
     domain,
     settings,
     split_cache,
+    split_schedule,
     split_switch,
     subject,
 )
-from corun.engine.kernels import split_config
 from corun.engine.refusals import ASYNC_SPLIT_SCHEDULER, SPLIT_SCHEDULER
 from corun.rows import Rows
 
@@ -49,8 +49,11 @@ def make(tmp_path, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As on a GPU, as far as the switch looks."""
-    monkeypatch.setattr(split_switch, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    """As on an H100, as far as the switch looks."""
+    hopper = SimpleNamespace(
+        is_cuda=lambda: True, is_device_capability_family=lambda capability: capability == 90
+    )
+    monkeypatch.setattr(split_switch, "current_platform", hopper)
 
 
 def why_not(args):
@@ -89,11 +92,28 @@ def test_without_the_switch_nothing_is_asked(make, monkeypatch):
         ({"attention_config": {"backend": "TRITON_ATTN"}}, "not TRITON_ATTN"),
         ({"dtype": "float32"}, "float32"),
         ({"config": {**MODEL, "head_dim": 96}}, "not 96"),
+        ({"attention_config": {"flash_attn_version": 3}}, None),
+        ({"attention_config": {"flash_attn_version": 2}}, "FlashAttention 3, not 2"),
+        ({"max_num_seqs": 992}, None),
+        ({"max_num_seqs": 993}, "at most 992 requests, not 993"),
     ],
 )
 def test_what_arguments_tell(make, gpu, given, word):
     why = why_not(make(**given))
     assert (why is None) if word is None else (word in why)
+
+
+def test_other_gpus_are_refused(make, gpu, monkeypatch):
+    older = SimpleNamespace(is_cuda=lambda: True, is_device_capability_family=lambda _: False)
+    monkeypatch.setattr(split_switch, "current_platform", older)
+    assert "compute capability 9.x" in why_not(make())
+
+
+def test_more_requests_than_flash_attention_splits(make, gpu):
+    with pytest.raises(ValueError, match=r"split_decode cannot run here.*993"):
+        arguments.settle(make(max_num_seqs=993), MEASURED)
+    given = make(max_num_seqs=993)
+    assert arguments.settle(given, CoRunConfig("auto", split_decode=True)).plan.split_beyond == 0
 
 
 def test_latent_attention_and_rswa_are_refused(make, gpu):
@@ -109,7 +129,7 @@ def test_the_plan_the_scheduler_and_the_subject_have_it(make, gpu):
     plain, given = make(), make()
     arguments.settle(plain, replace(MEASURED, split_decode=False))
     plan = arguments.settle(given, MEASURED).plan
-    assert plan.split_beyond == split_config.SPLIT_BEYOND
+    assert plan.split_beyond == split_schedule.SPLIT_BEYOND
     assert given.additional_config["corun"]["split_decode"] is True
     assert plain.scheduler_cls is None
     assert given.scheduler_cls == ASYNC_SPLIT_SCHEDULER
@@ -170,14 +190,11 @@ def test_engines_with_and_without_are_two_domains_and_two_subjects(make, monkeyp
     assert before == on["split_decode"]
     assert "split_decode" not in subject.subject(args, model, 2048)
     with monkeypatch.context() as patched:
-        patched.setattr(split_config, "SPLIT_BEYOND", 4096)
+        patched.setattr(split_schedule, "SPLIT_BEYOND", 4096)
         assert found() != before
-    for field, value, reaches in (
-        ("split", 512, True), ("tile", 32, True), ("max_splits", 32, True), ("heads", 32, True),
-        ("warps", 8, True), ("stages", 4, True), ("merge_warps", 8, True),
-        ("programs_per_sm", 1, False), ("overlap", True, False),
-    ):  # fmt: skip
-        changed = replace(split_config.CONFIGS[128], **{field: value})
+    for field in ("tile", "least", "most"):
+        rule = split_schedule.RULES[128]
+        changed = replace(rule, **{field: 2 * getattr(rule, field)})
         with monkeypatch.context() as patched:
-            patched.setitem(split_config.CONFIGS, 128, changed)
-            assert (found() != before) == reaches, field
+            patched.setitem(split_schedule.RULES, 128, changed)
+            assert found() != before, field

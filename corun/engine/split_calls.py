@@ -1,0 +1,57 @@
+"""How a layer calls FlashAttention in a step of split decode: at once, or in two turns."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class Decode:
+    """A step of one token for each request: one call, with the splits of `schedule`."""
+
+    def __init__(self, schedule: torch.Tensor, most: int) -> None:
+        self._schedule, self._most = schedule, most
+
+    def attend(self, call: Callable, query: torch.Tensor, metadata: Any, out: torch.Tensor) -> None:
+        """Attention of `query` into `out`, each [tokens, Hq, D].
+
+        call(query, metadata, out) is FlashAttention.
+        """
+        split = copy.copy(metadata)
+        split.scheduler_metadata, split.max_num_splits = self._schedule, self._most
+        call(query, split, out)
+
+
+class Chunks:
+    """A step that holds chunks: its split rows are computed by calls of their own.
+
+    left: KV lengths for the first call. parts: of each of the others, its rows' places among the
+    step's tokens, their requests' places, and its metadata but for the block table.
+    """
+
+    def __init__(
+        self, left: torch.Tensor, parts: Sequence[tuple[torch.Tensor, torch.Tensor, Any]]
+    ) -> None:
+        self.left, self._parts = left, parts
+        self._tables: dict[tuple[int, int], torch.Tensor] = {}
+
+    def attend(self, call: Callable, query: torch.Tensor, metadata: Any, out: torch.Tensor) -> None:
+        """As ``Decode.attend``."""
+        rest = copy.copy(metadata)
+        rest.seq_lens = self.left
+        call(query, rest, out)
+        for part, (tokens, requests, split) in enumerate(self._parts):
+            given = copy.copy(split)
+            given.block_table = self._table(part, metadata.block_table, requests)
+            queries = query.index_select(0, tokens)
+            found = torch.empty_like(queries, dtype=out.dtype)
+            call(queries, given, found)
+            out.index_copy_(0, tokens, found)
+
+    def _table(self, part: int, table: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+        """Rows of a group's block table, gathered once a step and not once a layer."""
+        key = (part, table.data_ptr())
+        if key not in self._tables:
+            self._tables[key] = table.index_select(0, requests)
+        return self._tables[key]
