@@ -45,7 +45,8 @@ def bench_summary(results: Path, page: str) -> str:
     page: the document that holds their ``bench_tables``.
     """
     every = {d.name: read_directory(d) for d in _directories(results)}
-    measured = {name: found for name, found in every.items() if found.runs}
+    # A share needs plain vLLM beside the others; a sweep of padding rows has none.
+    measured = {n: f for n, f in every.items() if mode_names.PLAIN in _modes(f.groups)}
     modes = _modes(g for found in measured.values() for g in found.groups)
     modes = [m for m in modes if mode_names.split(m)[0] not in _IN_FULL_ONLY]
     heads = ("model shape", "`max_num_seqs`", "cells", *map(mode_names.label, modes))

@@ -51,6 +51,9 @@ CUDA_RULES = (
         ),
     ),
     (NORM, _any("(rms|layer)_?norm|rsqrt|qk_?norm")),
+    # Inductor's kernels of their own have names such as triton_red_fused_3; a decode step's only
+    # reductions that it makes are norms.
+    (NORM, _any("^triton_(red|per)_fused")),
     (
         MATMUL,
         _any("gemm|gemv|nvjet|cutlass|matmul|split_?k|cublas|xmma|bmm_kernel|triton_tem|marlin"),
@@ -61,6 +64,7 @@ CUDA_RULES = (
             "rotary|rope|act_and_mul|silu|gelu|swiglu",
             "embedding|index_?select|gather|scatter|memcpy|memset|cat_?array",
             "nccl|all_?reduce|cross_device_reduce",
+            "^triton_poi_fused|elementwise_kernel",
         ),
     ),
 )

@@ -118,7 +118,8 @@ def _panels(
     panels = list(zip(axes.flat, found.values(), strict=False))
     for (ax, _), (requests, context) in zip(panels, found, strict=True):
         tokens = f"{int(context):,}" if context.isdecimal() else context
-        ax.set_title(f"{requests:,} request{'s' * (requests != 1)} of {tokens} tokens")
+        between = "\n" if across and columns > 1 else " "  # beside long labels there is less room
+        ax.set_title(f"{requests:,} request{'s' * (requests != 1)}{between}of {tokens} tokens")
         if across:
             ax.set_xlabel("time in one decode step (ms)")
     if not across:
