@@ -4,7 +4,7 @@ from recorded import DEFAULT_RUNNER, Record, Records, runner
 from table_lines import head, notes, row
 
 NOT_CHECKED = "not checked"
-OUTDATED = "made before certificates said how long a sequence was tried; engines want a new one"
+OUTDATED = "made before steps full of long pieces were tried; engines want a new one"
 _WITHHELD = "not allowed: "
 """In the reason why ``certified`` is allowed: what of it is not."""
 
@@ -58,7 +58,7 @@ def certificate_summary(records: Records) -> str:
 def _told(record: Record) -> list[str]:
     """What to know of a record."""
     told = [record["note"]] if "note" in record else []
-    return told if record["certificate"].get("sequence") else [*told, OUTDATED]
+    return told if record["certificate"].get("together") else [*told, OUTDATED]
 
 
 def _model(record: Record) -> str:

@@ -164,6 +164,7 @@ class Certificate:
     largest: the largest row count a step was tried with. seconds: time that all of it took.
     worker: what the worker that measured said of itself (``corun.engine.worker_facts``).
     sequence: tokens of the longest sequence that attention was tried with; 0 where nobody looked.
+    together: tokens of the fullest step of several requests that it was tried with; likewise.
     """
 
     domain: Mapping[str, Any]
@@ -174,6 +175,7 @@ class Certificate:
     engine: EngineCheck | None = None
     worker: Mapping[str, Any] = field(default_factory=dict)
     sequence: int = 0
+    together: int = 0
 
     def holds(self, name: str) -> bool:
         """Whether a property holds for every operation that it was tried with (at least one)."""
@@ -219,6 +221,8 @@ class Certificate:
             mapping["worker"] = dict(self.worker)
         if self.sequence:
             mapping["sequence"] = self.sequence
+        if self.together:
+            mapping["together"] = self.together
         return mapping
 
     @classmethod
@@ -246,6 +250,7 @@ class Certificate:
                 None if given["engine"] is None else EngineCheck.from_mapping(given["engine"]),
                 dict(given.get("worker", {})),
                 _count(given.get("sequence", 0)),
+                _count(given.get("together", 0)),
             )
             if given.get("digest", made.digest) != made.digest:
                 raise ValueError("its contents were changed")

@@ -18,6 +18,10 @@ PROPERTIES = {
     "batched_prefill": "a prompt beside other prompts",
     "mixed": "decode rows beside a prompt's chunk",
 }
+PACKED = "packed_prefill"
+"""As "batched_prefill", of the steps of ``pack``, which all have ``max_num_batched_tokens`` rows.
+Tried where shape classes keep the steps of ``certified`` shorter."""
+WORDS = {**PROPERTIES, PACKED: "a prompt beside other prompts, in the steps of pack"}
 # Prompt lengths beside which decode rows are tried: each up to 40 (FlashAttention 3 takes another
 # tile from 65 packed query rows on: 10 tokens at GQA ratio 7), then around powers of two.
 BESIDE = (*range(2, 41), 63, 64, 65, 100, 127, 128, 129, 200, 255, 256, 257, 500, 512, 1000)

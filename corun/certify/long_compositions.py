@@ -14,29 +14,39 @@ import torch
 
 from corun.certify.certificate import StepClaim
 from corun.certify.compositions import Limits, Piece, Trial, last_row
+from corun.certify.full_steps import full_steps, fullest, packed_steps
 from corun.certify.trial import Run, TrialBench
 
 OTHERS = (400, 129, 65, 33, 17, 9, 2)
 """Lengths of the sequences that stand beside the long one."""
 
+FULL_TURNS, FULL_EVERY = 12, 8
+"""Full steps are tried in the first turns, and then every so often: they take longest."""
 CHUNKS = (2, 9, 16, 17, 40, 64, 65, 129, 200, 500)
 TURNS = 2000  # enough values also where a row has few
 
 
-def long_sizes(limits: Limits, longest: int) -> list[int]:
+def long_sizes(limits: Limits, longest: int, *, distinct: bool = False) -> list[int]:
     """Lengths of the sequences, the long one first: as long as a request may be, or `longest`.
 
-    longest: tokens of KV that there is room for.
+    longest: tokens of KV that there is room for. distinct: see ``full_steps``; then two more that
+    fill a step stand behind the first, where there is room.
     """
     others = [n for n in OTHERS if n <= limits.step_tokens][: max(0, limits.requests - 1)]
-    return [max(1, min(limits.sequence_tokens, longest - sum(others))), *others]
+    first = max(1, min(limits.sequence_tokens, longest - sum(others)))
+    half = min(first, limits.step_tokens // 2)
+    room = longest - sum(others) - first >= 2 * half and half > max(others, default=0)
+    more = [half, half] if distinct and room else []
+    return [first, *more, *others][: max(1, limits.requests)]
 
 
-def long_trials(sizes: list[int], limits: Limits) -> Iterator[Trial]:
-    """Every trial, the kinds by turns."""
+def long_trials(sizes: list[int], limits: Limits, *, distinct: bool = False) -> Iterator[Trial]:
+    """Every trial, the kinds by turns. distinct: see ``full_steps``."""
     size, others = sizes[0], range(1, len(sizes))
     rng = random.Random(0)
     for turn in range(TURNS):
+        if turn < FULL_TURNS or turn % FULL_EVERY == 0:
+            yield from full_steps(rng, turn, sizes, limits, distinct=distinct)
         at = _position(rng, size, turn)
         yield Trial("decode_is_prefill", ((Piece(0, at, at + 1),),), decode=False)
         tokens = min(CHUNKS[turn % len(CHUNKS)], size - 1, limits.step_tokens)
@@ -81,19 +91,33 @@ def long_claims(
     *,
     given_kv: bool = True,
     least: int = 1,
-) -> tuple[list[StepClaim], int]:
-    """The claims about `operation` with a long sequence, and how many tokens that had.
+) -> tuple[list[StepClaim], int, int]:
+    """The claims about `operation` with a long sequence, its tokens, and those of the fullest step.
 
     made: makes the function that runs a step, of the sequences' sizes. given_kv, least: see
     ``TrialBench``. Where the device's memory does not hold the sequence's rows, one of half the
     length is tried.
     """
     while True:
-        sizes = long_sizes(limits, longest)
+        sizes = long_sizes(limits, longest, distinct=not given_kv)
         try:
             bench = TrialBench(operation, made(sizes), sizes, given_kv=given_kv)
-            return bench.work(long_trials(sizes, limits), budget_s, least), sizes[0]
+            trials = long_trials(sizes, limits, distinct=not given_kv)
+            claims = bench.work(trials, budget_s, least)
+            return claims, sizes[0], fullest(sizes, limits, distinct=not given_kv)
         except torch.OutOfMemoryError:
             if sizes[0] <= limits.step_tokens:
                 raise
             longest = sizes[0] // 2 + sum(sizes[1:])
+
+
+def packed_claims(
+    operation: str, made: Callable[[list[int]], Run], limits: Limits, longest: int, budget_s: float
+) -> list[StepClaim]:
+    """The claim about attention in the steps of ``pack``; arguments as of ``long_claims``.
+
+    A prompt has up to a step's tokens in the cache there, as in its second chunk.
+    """
+    size = min(2 * limits.step_tokens, limits.sequence_tokens, longest)
+    bench = TrialBench(operation, made([size]), [size], given_kv=True)
+    return bench.work(packed_steps([size], limits), budget_s, FULL_TURNS)

@@ -8,6 +8,7 @@ a step may have. What a certificate does not show to hold, the plan forbids, one
 from dataclasses import dataclass, replace
 
 from corun.certify.certificate import Certificate, RowClaim
+from corun.certify.compositions import PACKED
 from corun.plan import Grants, Plan
 from corun.rows import Rows
 
@@ -111,6 +112,9 @@ def plan_certified(certificate: Certificate, engine: Engine) -> Plan | str:
     given = grants(certificate)
     if _latent(certificate) and engine.sequence > longest:
         given = replace(given, batched_prefill=False)
+    if engine.requests > 1 and certificate.together < longest:
+        # Nobody looked at how a long piece fares in company.
+        given = replace(given, mixed=False, batched_prefill=False)
     forbidden = [name for name, on in _named(given) if not on]
     return Plan(
         policy="certified",
@@ -132,7 +136,8 @@ def plan_pack(certificate: Certificate, engine: Engine) -> Plan | str:
     """The plan for ``pack``, or why there is none."""
     if _split_beyond(certificate):
         return "the certificate was measured with split_decode, which 'pack' does not have"
-    for name in ("decode_rows", "batched_prefill"):
+    fuller = engine.requests > 1 and engine.tokens > certificate.together
+    for name in ("decode_rows", PACKED if fuller else "batched_prefill"):
         if not certificate.holds(name):
             return _because(certificate, name)
     if wrong := _varies(certificate, (engine.requests, engine.tokens), (engine.requests,)):

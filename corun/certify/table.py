@@ -4,7 +4,7 @@ from typing import Any
 
 from corun.certify import planner
 from corun.certify.certificate import Certificate, RowClaim
-from corun.certify.compositions import PROPERTIES
+from corun.certify.compositions import WORDS
 
 MOST_TEXT = 90
 
@@ -25,7 +25,7 @@ def show(certificate: Certificate, engine: planner.Engine, console: Any) -> None
     steps = Table("steps", "operation", "equal", "trials", "values compared")
     for step in certificate.steps:
         steps.add_row(
-            PROPERTIES[step.name],
+            WORDS[step.name],
             step.operation,
             "yes" if step.holds else f"no: {step.example}",
             str(step.trials),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 import torch
 
 from corun.certify.certificate import StepClaim
-from corun.certify.compositions import PROPERTIES, Piece, Step, Trial
+from corun.certify.compositions import PACKED, WORDS, Piece, Step, Trial
 from corun.certify.probe import MIN_VALUES, bits, mismatches
 
 HOME, SCRATCH = 0, 1
-_COMPANY = ("batched_prefill", "mixed")
+_COMPANY = ("batched_prefill", "mixed", PACKED)
 Run = Callable[[Step, int], list[torch.Tensor]]
 """Runs one step: (step, place of its KV cache) -> the rows of each piece, [tokens, width]."""
 
@@ -35,7 +35,7 @@ class TrialBench:
         self.operation, self._run, self._given_kv = operation, run, given_kv
         self._prefill = [bits(run((Piece(i, 0, n),), HOME)[0]) for i, n in enumerate(sizes)]
         last = [Piece(i, n - 1, n) for i, n in enumerate(sizes)]
-        self._decode = {p.sequence: bits(run((p,), HOME)[0]) for p in last if p.start > 0}
+        self._decode = {p: bits(run((p,), HOME)[0]) for p in last if p.start > 0}
         self._sizes = sizes
         self._wrong: dict[str, str] = {}
         self._values: dict[str, int] = {}
@@ -49,12 +49,12 @@ class TrialBench:
         """
         started = time.perf_counter()
         queue = _Queue(trials)
-        while waiting := [n for n in PROPERTIES if n not in self._wrong and queue.has(n)]:
+        while waiting := [n for n in WORDS if n not in self._wrong and queue.has(n)]:
             few = [n for n in waiting if self._few(n, least)]
             if not few and time.perf_counter() - started > budget_s:
                 break
             self._one(queue.take(min(few or waiting, key=lambda n: self._trials.get(n, 0))))
-        return [self._claim(name) for name in PROPERTIES if name in self._trials]
+        return [self._claim(name) for name in WORDS if name in self._trials]
 
     def _few(self, name: str, least: int) -> bool:
         return self._trials.get(name, 0) < least or self._values[name] < MIN_VALUES
@@ -85,12 +85,18 @@ class TrialBench:
             self._run((Piece(i, 0, self._sizes[i]),), HOME)
 
     def _expected(self, trial: Trial, piece: Piece, place: int) -> torch.Tensor:
-        last = piece.tokens == 1 and piece.stop == self._sizes[piece.sequence]
-        if trial.decode and last and piece.start > 0:
-            return self._decode[piece.sequence]
+        last = piece.stop == self._sizes[piece.sequence]
+        if trial.decode and piece.tokens == 1 and piece.start > 0 and (last or self._given_kv):
+            return self._decoded(piece)
         if piece.start > 0 and self._is_chunk_in_company(trial, piece):
             return self._alone(piece, place)
         return self._prefill[piece.sequence][piece.start : piece.stop]
+
+    def _decoded(self, row: Piece) -> torch.Tensor:
+        """The bits of a row that is decoded alone."""
+        if row not in self._decode:
+            self._decode[row] = bits(self._run((row,), HOME)[0])
+        return self._decode[row]
 
     def _is_chunk_in_company(self, trial: Trial, piece: Piece) -> bool:
         """Whether it is compared with itself alone, where it is unlike the uncut prompt's rows.

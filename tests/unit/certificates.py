@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from corun.certify.certificate import Certificate, EngineCheck, RowClaim, StepClaim
-from corun.certify.compositions import PROPERTIES
+from corun.certify.compositions import WORDS
 from corun.rows import Rows
 
 DOMAIN = {"model": "m", "dtype": "torch.bfloat16", "device": "d", "threads": 2, "software": {}}
@@ -23,7 +23,7 @@ def step_claims(broken=(), operation="attention"):
     """A claim for each property, those of `broken` not holding."""
     return [
         StepClaim(operation, name, name not in broken, 24, 200_000, *(["!"] * (name in broken)))
-        for name in PROPERTIES
+        for name in WORDS
     ]
 
 
@@ -35,6 +35,7 @@ def certificate(*, largest=64, requests=8, broken=(), engine=EQUAL, step=None, s
     )
     domain = more.pop("domain", DOMAIN)
     more.setdefault("sequence", SEQUENCE)
+    more.setdefault("together", largest)
     return Certificate(domain, rows, tuple(step_claims(broken)), largest, 12.5, engine, **more)
 
 
@@ -71,7 +72,7 @@ def certificates(draw, largest=48, requests=12, good=False):
     linears, heads = draw(st.integers(least, 3)), draw(st.integers(least, 2))
     rows = [draw(row_claims(f"linear {i}", largest, False, good)) for i in range(linears)]
     rows += [draw(row_claims(f"head {i}", requests, True, good)) for i in range(heads)]
-    names = sorted(set(PROPERTIES) - ({"decode_rows"} if good else set()))
+    names = sorted(set(WORDS) - ({"decode_rows"} if good else set()))
     some = st.sets(st.sampled_from(names), max_size=2)
     steps = []
     operations = st.sampled_from(["attention", "window", "model"])
@@ -79,5 +80,8 @@ def certificates(draw, largest=48, requests=12, good=False):
         missing = draw(some)
         steps += [c for c in step_claims(draw(some), operation) if c.name not in missing]
     engine = draw(st.sampled_from([None, EQUAL, DIFFERS]))
-    more = {"sequence": draw(st.sampled_from([0, SEQUENCE]))}
+    more = {
+        "sequence": draw(st.sampled_from([0, SEQUENCE])),
+        "together": draw(st.sampled_from([0, largest // 2, largest, largest])),
+    }
     return Certificate(dict(DOMAIN), tuple(rows), tuple(steps), largest, 12.5, engine, **more)

@@ -72,7 +72,7 @@ def test_a_long_sequence_of_a_whole_model_is_made_again_when_a_trial_spoils_it()
         return run
 
     limits = Limits(step_tokens=700, requests=4, kv_tokens=0, sequence_tokens=600)
-    found, longest = long_claims("model, long", made, limits, 10_000, 0.5, given_kv=False)
+    found, longest, _ = long_claims("model, long", made, limits, 10_000, 0.5, given_kv=False)
     assert longest == 600
     wrong = {claim.name for claim in found if not claim.holds}
     assert wrong == {"chunks"}

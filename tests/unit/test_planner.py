@@ -135,7 +135,8 @@ def test_pack_and_isolate_use_counts_that_do_not_vary(made, engine):
         assert found.grants.batched_prefill == (policy == "pack")
         assert not any(engine.requests in set(claim.variant) for claim in made.rows)
         if policy == "pack":
-            assert made.holds("batched_prefill")
+            fuller = engine.requests > 1 and engine.tokens > made.together
+            assert made.holds("packed_prefill" if fuller else "batched_prefill")
             for claim in made.rows:
                 assert class_of(claim, engine.requests) is not None
                 assert claim.sampled or class_of(claim, engine.tokens) is not None
@@ -324,3 +325,25 @@ def test_prompts_of_latent_attention_stay_apart_where_one_may_be_cut(longest, to
     assert isinstance(packed, Plan) is together
     if not together:
         assert "raise max_num_batched_tokens to max_model_len (65)" in packed
+
+
+def test_company_that_was_not_tried_is_withheld():
+    """A certificate from before full steps were tried has no ``together``."""
+    for together, tried in ((0, False), (63, False), (64, True)):
+        made = certificate(together=together, broken=["packed_prefill"])
+        found = planner.plan_certified(made, Engine(8, 64, False))
+        assert (found.grants.mixed, found.grants.batched_prefill) == (tried, tried)
+        assert found.grants.free_chunks and found.grants.preemption
+        packed = planner.plan_pack(made, Engine(8, 64, False))
+        assert isinstance(packed, Plan) is tried
+        if not tried:
+            assert "packed prefill does not hold" in packed
+        assert planner.plan_certified(made, Engine(1, 64, False)).grants.free
+
+
+def test_pack_rests_on_its_own_steps_where_they_are_longer():
+    made = certificate(together=32, broken=["batched_prefill"])
+    assert isinstance(planner.plan_pack(made, Engine(8, 64, False)), Plan)
+    assert "batched prefill does not hold" in planner.plan_pack(made, Engine(8, 32, False))
+    never = replace(made, steps=tuple(c for c in made.steps if c.name != "packed_prefill"))
+    assert "packed prefill was not measured" in planner.plan_pack(never, Engine(8, 64, False))

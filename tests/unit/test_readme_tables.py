@@ -88,7 +88,7 @@ def certified(rows, held, engine, **more):
         for name, holds in held.items()
     ]
     domain = {"dtype": "torch.bfloat16", "device": "cpu x86_64 AVX512 amx l2:1"}
-    measured = {"domain": domain, "rows": rows, "steps": steps, "engine": engine, "sequence": 9}
+    measured = {"domain": domain, "rows": rows, "steps": steps, "engine": engine, "together": 9}
     return {
         "command": "corun certify M --budget 3",
         "certificate": measured,
@@ -135,7 +135,7 @@ def test_a_certificate_in_short():
         "d.json": certified([claim("A", [1])], held, None, command=forced, policies=none),
     }
     given["d.json"]["certificate"]["domain"] = {"dtype": "torch.float16", "device": "G H I J"}
-    del given["d.json"]["certificate"]["sequence"]
+    del given["d.json"]["certificate"]["together"]
     lines = certificate_tables.certificate_summary(given).splitlines()
     assert lines[2:] == [
         f"| M | bfloat16 | cpu x86_64 AVX512 | {ALLOWED} | 12 |",

@@ -13,7 +13,7 @@ import torch
 
 from corun.certify.certificate import Certificate, RowClaim, StepClaim
 from corun.certify.compositions import Limits, lengths, trials
-from corun.certify.long_compositions import OTHERS, long_claims
+from corun.certify.long_compositions import OTHERS, long_claims, packed_claims
 from corun.certify.planner import Engine, longest_step
 from corun.certify.pool import plain_pool
 from corun.certify.probe import RowProbe
@@ -57,10 +57,12 @@ def measure(
         kv_tokens=max(0, blocks * cache.block_size // 2),
         sequence_tokens=vllm_config.model_config.max_model_len,
     )
-    claims, sequence = _attention_claims(runner, vllm_config, limits, budget_s * ATTENTION_SHARE)
+    claims, sequence, together = _attention_claims(
+        runner, vllm_config, draft, limits, budget_s * ATTENTION_SHARE
+    )
     claims += _model_claims(runner, vllm_config, draft, limits, budget_s * MODEL_SHARE)
     if vllm_config.model_config.use_mla:  # not among the attention layers that run by themselves
-        found, sequence = _long_model_claims(
+        found, sequence, together = _long_model_claims(
             runner, vllm_config, draft, limits, budget_s * ATTENTION_SHARE
         )
         claims += found
@@ -72,34 +74,41 @@ def measure(
         time.perf_counter() - started,
         worker=worker_facts.this_process(),
         sequence=sequence,
+        together=together,
     )
 
 
 def _attention_claims(
-    runner: Any, vllm_config: Any, limits: Limits, budget_s: float
-) -> tuple[list[StepClaim], int]:
-    """What holds of each attention layer's rows, and the length of the longest sequence tried."""
+    runner: Any, vllm_config: Any, draft: Certificate, limits: Limits, budget_s: float
+) -> tuple[list[StepClaim], int, int]:
+    """What holds of each attention layer's rows, and tokens of the longest sequence tried, and of
+    the fullest step.
+    """
     blocks, block_size = runner.kv_cache_config.num_blocks - 2, vllm_config.cache_config.block_size
     thorough = torch.device(runner.device).type == "cuda"
     sizes = _fitting(lengths(limits, thorough), blocks, block_size)
     room = _room(runner, vllm_config)
     layers = attention_layers(runner)
     share = budget_s / (2 if runner.corun.split is None else 3)
-    claims, sequence = [], limits.sequence_tokens
+    planned, _ = _planned(draft, limits)
+    claims, sequence, together = [], limits.sequence_tokens, planned.step_tokens
     for name, layer in layers.items():
         run = _attention_run(layer, runner, vllm_config, sizes)
         bench = TrialBench(name, run, sizes, given_kv=True)
         claims += bench.work(trials(sizes, limits, thorough), share, ATTENTION_TRIALS)
         made = partial(_attention_run, layer, runner, vllm_config, places=(HOME,))
-        found, longest = long_claims(
-            f"{name}, long", made, limits, room, share, least=ATTENTION_TRIALS
+        found, longest, full = long_claims(
+            f"{name}, long", made, planned, room, share, least=ATTENTION_TRIALS
         )
         claims, sequence = claims + found, min(sequence, longest)
+        together = min(together, full)
+        if planned.step_tokens < limits.step_tokens and limits.requests > 1:
+            claims += packed_claims(f"{name}, packed", made, limits, room, 0)
         if runner.corun.split is not None:
             made = partial(_attention_run, layer, runner, vllm_config)
             split = runner.corun.split
             claims += split_claims(f"{name}, split rows", made, limits, split.beyond, share)
-    return claims, sequence if layers else 0
+    return (claims, sequence, together) if layers else (claims, 0, 0)
 
 
 def _model_claims(
@@ -131,7 +140,7 @@ def _fewer(limits: Limits) -> Limits:
 
 def _long_model_claims(
     runner: Any, vllm_config: Any, draft: Certificate, limits: Limits, budget_s: float
-) -> tuple[list[StepClaim], int]:
+) -> tuple[list[StepClaim], int, int]:
     """As ``long_claims`` of attention, for a model whose attention cannot be run by itself."""
     made, limits = _model_run(runner, vllm_config, draft, limits)
     made = partial(made, places=(HOME,))
@@ -143,12 +152,7 @@ def _model_run(
     runner: Any, vllm_config: Any, draft: Certificate, limits: Limits
 ) -> tuple[Callable[..., Run], Limits]:
     """What makes a function that runs the model in steps, and the limits that a plan would set."""
-    allowed = draft.step_rows()
-    engine = Engine(limits.requests, limits.step_tokens, decode_graph=False)
-    if longest := longest_step(allowed, engine):
-        limits = replace(limits, step_tokens=longest)
-    else:
-        allowed = Rows.span(1, limits.step_tokens)
+    limits, allowed = _planned(draft, limits)
 
     def made(
         sizes: list[int],
@@ -161,6 +165,15 @@ def _model_run(
         )
 
     return made, limits
+
+
+def _planned(draft: Certificate, limits: Limits) -> tuple[Limits, Rows]:
+    """`limits` with the longest step that a plan would have, and that plan's row counts."""
+    allowed = draft.step_rows()
+    engine = Engine(limits.requests, limits.step_tokens, decode_graph=False)
+    if longest := longest_step(allowed, engine):
+        return replace(limits, step_tokens=longest), allowed
+    return limits, Rows.span(1, limits.step_tokens)
 
 
 def _room(runner: Any, vllm_config: Any) -> int:
