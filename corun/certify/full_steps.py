@@ -14,6 +14,7 @@ SHARES = ((1, 1), (3, 1), (1, 1, 1), (15, 1), (1, 1, 1, 1, 1, 1, 1))
 """How the first steps are divided among prompts; those that follow are divided at random."""
 FEWEST = 2  # tokens of a prompt's piece: one alone runs as a decode row
 PACKED_TURNS = 40
+NEAR = 40  # tokens from a sequence's end
 MANY_ROWS = 64  # decode rows beside a prompt, at most
 
 
@@ -85,24 +86,31 @@ def _prompts(  # noqa: PLR0917
 
 def _piece(rng: random.Random, turn: int, source: int, tokens: int, size: int) -> Piece:
     """A prompt's first tokens; in every third turn some that follow what is in the cache."""
-    start = rng.randint(0, size - tokens) if turn % 3 == 2 else 0
+    last = size - tokens
+    start = rng.choice((last, rng.randint(0, last))) if turn % 3 == 2 else 0
     return Piece(source, start, start + tokens)
 
 
 def _decode_rows(
     rng: random.Random, turn: int, sizes: list[int], most: int, distinct: bool
 ) -> list[Piece]:
-    """One to `most` rows: last ones, or (not distinct) any but the first of the long sequence."""
+    """One to `most` rows: last ones, or (not distinct) any but the first of the long sequence.
+
+    In even turns they are near its end: there they are most work.
+    """
     if most < 1:
         return []
-    count = (1, most, max(1, most // 2))[turn] if turn < 3 else rng.randint(1, most)
+    count = (most, most, 1, max(1, most // 2))[turn] if turn < 4 else rng.randint(1, most)
     if distinct:
         able = [i for i in range(1, len(sizes)) if sizes[i] > 1][::-1]
         return [last_row(sizes, i) for i in able[: min(count, max(0, len(sizes) - 1))]]
-    if sizes[0] < 2:
+    end = sizes[0] - 1
+    if end < 1:
         return []
-    places = [sizes[0] - 1, *(rng.randint(1, sizes[0] - 1) for _ in range(count - 1))]
-    return [Piece(0, at, at + 1) for at in places]
+    first = max(1, end - NEAR) if turn % 2 == 0 else 1
+    return [
+        Piece(0, at, at + 1) for at in (end, *(rng.randint(first, end) for _ in range(count - 1)))
+    ]
 
 
 def _shuffled(rng: random.Random, pieces: list[Piece]) -> Step:
