@@ -21,7 +21,7 @@ from corun.bench.model_requests import build_for
 from corun.bench.requests import RequestSet
 from corun.bench.run_child import Item, Spec
 from corun.bench.run_directory import claim, is_kept, requests_file, run_file
-from corun.bench.run_order import Process, groups, slots
+from corun.bench.run_order import Process, add_together, groups, slots
 from corun.bench.shared_gpu import shared_engine_args
 from corun.bench.workload import WORKLOADS
 
@@ -56,15 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--one-engine", action="store_true", help="repeats share their mode's one engine"
     )
-    parser.add_argument(
-        "--together",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="N",
-        help="start all engines, or N at a time, at once: one a mode, which its repeats share. "
-        "They run one after the other, side by side in each cell. All must fit: on a GPU each "
-        "takes its weights and --engine-arg kv_cache_memory_bytes=BYTES, which must be given",
+    add_together(
+        parser,
+        "start all engines, or N at a time, at once: one a mode, which its repeats share. They run "
+        "one after the other, side by side in each cell",
     )
     parser.add_argument(
         "--sweep-rows",

@@ -1,5 +1,6 @@
 """Which engines ``corun bench run`` starts, which of them at once, and the order of their runs."""
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -32,6 +33,19 @@ class Slot:
     process: Process
     cell: Cell
     repeat: int
+
+
+def add_together(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--together [N]``, 0 where no number is given. what: what it does, in words."""
+    parser.add_argument(
+        "--together",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help=f"{what}. All must fit: on a GPU each takes its weights and --engine-arg "
+        "kv_cache_memory_bytes=BYTES, which must be given",
+    )
 
 
 def group_size(together: int | None, engines: int) -> int:

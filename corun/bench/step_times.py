@@ -16,7 +16,7 @@ from typing import Any
 from corun.bench import machine
 from corun.bench.mode_child import Child, run_children
 from corun.bench.mode_process import MODES, parse_mode
-from corun.bench.run_order import group_size
+from corun.bench.run_order import add_together, group_size
 from corun.bench.shared_gpu import shared_engine_args
 from corun.bench.step_child import Shape, Spec
 from corun.bench.turns import rotated
@@ -59,15 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several with commas",
     )
     parser.add_argument("--steps", type=int, default=16, help="steps to time, and to profile")
-    parser.add_argument(
-        "--together",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="N",
-        help="start the engines of all modes, or of N at a time, at once; they are then measured "
-        "one after the other. On a GPU each takes its weights and --engine-arg "
-        "kv_cache_memory_bytes=BYTES, which must be given",
+    add_together(
+        parser,
+        "start the engines of all modes, or of N at a time, at once; they are then measured one "
+        "after the other",
     )
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds that a mode may take (default 600)"

@@ -105,6 +105,11 @@ def trials(sizes: list[int], limits: Limits, thorough: bool) -> Iterator[Trial]:
         yield from (trial for trial in turn if trial is not None)
 
 
+def shuffled(rng: random.Random, pieces: list[Piece]) -> Step:
+    """A step of these pieces, in any order."""
+    return tuple(rng.sample(pieces, len(pieces)))
+
+
 def last_row(sizes: list[int], sequence: int) -> Piece:
     """A sequence's last token."""
     return Piece(sequence, sizes[sequence] - 1, sizes[sequence])

@@ -8,7 +8,7 @@ prompts, and decode rows far in, are tried in steps as full as an engine may hav
 import random
 from collections.abc import Iterator
 
-from corun.certify.compositions import PACKED, Limits, Piece, Step, Trial, last_row
+from corun.certify.compositions import PACKED, Limits, Piece, Trial, last_row, shuffled
 
 SHARES = ((1, 1), (3, 1), (1, 1, 1), (15, 1), (1, 1, 1, 1, 1, 1, 1))
 """How the first steps are divided among prompts; those that follow are divided at random."""
@@ -27,19 +27,19 @@ def full_steps(
     sequence may stand in a step once only (its KV is computed there); else pieces of the first one
     stand for as many requests as are wanted, since every piece leaves the same KV behind.
     """
-    most = min(limits.requests, len(sizes) if distinct else limits.requests)
-    full = min(limits.step_tokens, fullest(sizes, limits, distinct=distinct))
+    most = min(limits.requests, len(sizes)) if distinct else limits.requests
+    full = fullest(sizes, limits, distinct=distinct)
     if most < 2 or full < 2 * FEWEST:
         return
     total = full if turn < len(SHARES) else rng.randint(2 * FEWEST, full)
     if prompts := _prompts(rng, turn, sizes, total, most, distinct):
-        yield Trial("batched_prefill", (_shuffled(rng, prompts),), decode=False)
+        yield Trial("batched_prefill", (shuffled(rng, prompts),), decode=False)
     rows = _decode_rows(rng, turn, sizes, min(most - 1, MANY_ROWS, total - FEWEST), distinct)
     rest = [sizes[0]] if not distinct else sizes[: len(sizes) - len(rows)]
     if rows and (one := _prompts(rng, turn, rest, total - len(rows), 1, distinct)):
-        yield Trial("mixed", (_shuffled(rng, [*rows, *one]),), decode=True)
+        yield Trial("mixed", (shuffled(rng, [*rows, *one]),), decode=True)
     if rows and (two := _prompts(rng, turn, rest, total - len(rows), most - len(rows), distinct)):
-        yield Trial("batched_prefill", (_shuffled(rng, [*rows, *two]),), decode=True)
+        yield Trial("batched_prefill", (shuffled(rng, [*rows, *two]),), decode=True)
 
 
 def packed_steps(sizes: list[int], limits: Limits) -> Iterator[Trial]:
@@ -103,7 +103,7 @@ def _decode_rows(
     count = (most, most, 1, max(1, most // 2))[turn] if turn < 4 else rng.randint(1, most)
     if distinct:
         able = [i for i in range(1, len(sizes)) if sizes[i] > 1][::-1]
-        return [last_row(sizes, i) for i in able[: min(count, max(0, len(sizes) - 1))]]
+        return [last_row(sizes, i) for i in able[:count]]
     end = sizes[0] - 1
     if end < 1:
         return []
@@ -111,7 +111,3 @@ def _decode_rows(
     return [
         Piece(0, at, at + 1) for at in (end, *(rng.randint(first, end) for _ in range(count - 1)))
     ]
-
-
-def _shuffled(rng: random.Random, pieces: list[Piece]) -> Step:
-    return tuple(rng.sample(pieces, len(pieces)))

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from corun.certify.certificate import StepClaim
-from corun.certify.compositions import Limits, Piece, Trial, last_row
+from corun.certify.compositions import Limits, Piece, Trial, last_row, shuffled
 from corun.certify.full_steps import full_steps, fullest, packed_steps
 from corun.certify.trial import Run, TrialBench
 
@@ -62,14 +62,14 @@ def long_trials(sizes: list[int], limits: Limits, *, distinct: bool = False) -> 
             yield Trial("chunks", ((chunk,),), decode=False)
             if beside := [i for i in others if sizes[i] <= limits.step_tokens - tokens]:
                 prompt = _whole(sizes, rng.choice(beside))
-                yield Trial("batched_prefill", (_shuffled(rng, [chunk, prompt]),), decode=False)
+                yield Trial("batched_prefill", (shuffled(rng, [chunk, prompt]),), decode=False)
         if others and size > 1:
             last = last_row(sizes, 0)
             rows = [last_row(sizes, i) for i in rng.sample(others, rng.randint(1, len(others)))]
-            yield Trial("decode_rows", (_shuffled(rng, [last, *rows]),), decode=True)
+            yield Trial("decode_rows", (shuffled(rng, [last, *rows]),), decode=True)
             if prompts := [i for i in others if sizes[i] < limits.step_tokens]:
                 prompt = _whole(sizes, prompts[turn % len(prompts)])
-                yield Trial("mixed", (_shuffled(rng, [last, prompt]),), decode=True)
+                yield Trial("mixed", (shuffled(rng, [last, prompt]),), decode=True)
 
 
 def _position(rng: random.Random, size: int, turn: int) -> int:
@@ -82,10 +82,6 @@ def _position(rng: random.Random, size: int, turn: int) -> int:
 
 def _whole(sizes: list[int], sequence: int) -> Piece:
     return Piece(sequence, 0, sizes[sequence])
-
-
-def _shuffled(rng: random.Random, pieces: list[Piece]) -> tuple[Piece, ...]:
-    return tuple(rng.sample(pieces, len(pieces)))
 
 
 def long_claims(

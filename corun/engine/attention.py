@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm import envs
 
-from corun.engine.latent_attention import check_context, hold_prefill
+from corun.engine.latent_attention import hold_prefill
 from corun.engine.runner_state import RunnerState
 
 SEAMS: tuple[tuple, ...] = (
@@ -79,10 +79,10 @@ def _is_fa3() -> bool:
 
 
 def _hold_flash_attn_mla(builder: Any, state: RunnerState) -> None:
+    hold_prefill(builder, state)
     build = builder.build
     # One latent KV head: more than 64 query heads pass the one-warpgroup tile with one token.
     steady_tile = state.plan.policy != "isolate" and builder.num_heads <= 64
-    hold_prefill(builder, state)
 
     def held(*args: Any, **kwargs: Any) -> Any:
         metadata = build(*args, **kwargs)
@@ -92,7 +92,6 @@ def _hold_flash_attn_mla(builder: Any, state: RunnerState) -> None:
             if steady_tile:
                 longest = metadata.decode.max_query_len
                 metadata.decode.max_query_len = max(longest, LONGEST_QUERY)
-        check_context(metadata, state)
         return metadata
 
     builder.build = held
@@ -110,15 +109,7 @@ def _hold_triton_mla(builder: Any, state: RunnerState) -> None:
         return 1
 
     triton_mla._compute_num_kv_splits = one_split
-    build = builder.build
     hold_prefill(builder, state)
-
-    def held(*args: Any, **kwargs: Any) -> Any:
-        metadata = build(*args, **kwargs)
-        check_context(metadata, state)
-        return metadata
-
-    builder.build = held
 
 
 def _hold_cpu_attn(builder: Any, state: RunnerState) -> None:

@@ -21,7 +21,10 @@ PREFILL_BACKEND = "FLASH_ATTN"
 
 
 def hold_prefill(builder: Any, state: RunnerState) -> None:
-    """One KV split in `builder`'s prefill backend. ValueError where that is another backend."""
+    """One KV split in `builder`'s prefill backend, and a check of what it builds.
+
+    ValueError where the backend is another one.
+    """
     if state.plan.policy == "isolate":
         return  # a prefill holds one request: its splits depend on nothing else
     backend = builder._prefill_backend
@@ -37,9 +40,17 @@ def hold_prefill(builder: Any, state: RunnerState) -> None:
         return kernel(*args, **{**kwargs, "num_splits": 1})
 
     backend.flash_attn_varlen_func = one_split
+    build = builder.build
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        metadata = build(*args, **kwargs)
+        _check_context(metadata, state)
+        return metadata
+
+    builder.build = checked
 
 
-def check_context(metadata: Any, state: RunnerState) -> None:
+def _check_context(metadata: Any, state: RunnerState) -> None:
     """RuntimeError where several prompts' cached context is read in parts in this step."""
     prefill = metadata.prefill
     context = None if prefill is None else prefill.chunked_context

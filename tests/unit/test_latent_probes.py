@@ -29,9 +29,9 @@ def test_pieces_stand_as_the_runner_puts_them():
     assert ordered(True, "vllm.v1.worker.gpu_model_runner") == [2, 0, 1, 3]
 
 
-@pytest.mark.parametrize("version", ["0.25.0", "0.32.0"])
-def test_the_products_of_each_head(monkeypatch, version):
-    monkeypatch.setattr(latent, "version", lambda name: version)
+@pytest.mark.parametrize("by_head", [True, False])
+def test_the_products_of_each_head(monkeypatch, by_head):
+    monkeypatch.setattr(latent, "BY_HEAD", by_head)
     heads, width, inner, values = 3, 8, 16, 4
     layer = SimpleNamespace(
         W_UK_T=torch.randn(heads, width, inner), num_heads=heads, v_head_dim=values

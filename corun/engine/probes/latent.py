@@ -4,11 +4,12 @@ Decode rows go through two of them, one matrix for each head: queries into the l
 attention, its outputs out of it after.
 """
 
-from importlib.metadata import version
-
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
+from corun.engine.seams import vllm_version
+
+BY_HEAD = vllm_version().startswith("0.25")  # how the layer lays out the queries in the latent
 SEAMS: tuple[tuple, ...] = (
     ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention._v_up_proj", ("x", "out")),
 )
@@ -19,7 +20,7 @@ def into_latent(layer: MLAAttention, x: torch.Tensor) -> torch.Tensor:
     weight = layer.W_UK_T
     heads, width, latent = weight.shape
     query = x.view(len(x), heads, width).transpose(0, 1)
-    if version("vllm").startswith("0.25"):
+    if BY_HEAD:
         by_head = x.new_empty((heads, len(x), latent))
         torch.bmm(query, weight, out=by_head)
         return by_head.transpose(0, 1).flatten(1)
