@@ -1,9 +1,10 @@
-"""Model shapes for benchmarks: directories with only a config.json, from published hyperparameters.
+"""Model shapes for benchmarks: directories with a config.json, from published hyperparameters.
 
     python -m benchmarks.models qwen3-8b DIRECTORY
 
-NAME:N cuts a shape to its first N layers, as in deepseek-v3:4.
-No weights are downloaded: an engine fills such a model with random ones (``--random-weights``).
+NAME:N cuts a shape to its first N layers, as in deepseek-v3:4. No weights are downloaded: an engine
+fills such a model with random ones (``--random-weights``). Servers want a tokenizer, too:
+``--tokenizer`` adds one, whose texts are the names of tokens: <17> <4>.
 """
 
 import argparse
@@ -174,13 +175,31 @@ def write_config(name: str, directory: Path) -> Path:
     return directory
 
 
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer into the directory of a shape: token i is the word ``<i>``."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    config = json.loads((directory / "config.json").read_text())
+    words = WordLevel({f"<{i}>": i for i in range(config["vocab_size"])}, unk_token="<0>")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    ends = {name: f"<{config[f'{name}_id']}>" for name in ("bos_token", "eos_token")}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(directory)
+
+
 def main() -> None:
     """Write one directory."""
-    parser = argparse.ArgumentParser(description="Write a model directory with only a config.json.")
+    parser = argparse.ArgumentParser(description="Write a model directory with a config.json.")
     parser.add_argument("name", help=f"{', '.join(SHAPES)}, or NAME:N for N layers")
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--tokenizer", action="store_true", help="with a tokenizer")
     args = parser.parse_args()
     print(write_config(args.name, args.directory))
+    if args.tokenizer:
+        write_tokenizer(args.directory)
 
 
 if __name__ == "__main__":

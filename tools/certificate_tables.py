@@ -4,7 +4,6 @@ from recorded import DEFAULT_RUNNER, Record, Records, runner
 from table_lines import head, notes, row
 
 NOT_CHECKED = "not checked"
-OUTDATED = "made before steps full of long pieces were tried; engines want a new one"
 _WITHHELD = "not allowed: "
 """In the reason why ``certified`` is allowed: what of it is not."""
 
@@ -33,7 +32,7 @@ def certificate_table(records: Records, link: str) -> str:
             _allowed(record),
         )
         lines.append(row(cells))
-    lines += notes(f"{_model(r)}: {note}." for r in records.values() for note in _told(r))
+    lines += notes(f"{_model(r)}: {r['note']}." for r in records.values() if "note" in r)
     lines += [
         "",
         "Shape classes: how many sets of row counts with equal bits each operation has, among the "
@@ -51,14 +50,7 @@ def certificate_summary(records: Records) -> str:
             device = " ".join(device.split()[:3])  # without its features and caches
         seconds = f"{record['seconds']:.0f}"
         lines.append(row((_model(record), _dtype(record), device, _allowed(record), seconds)))
-    old = [r for r in records.values() if OUTDATED in _told(r)]
-    return "\n".join([*lines, *notes(f"{_model(r)}: {OUTDATED}." for r in old)])
-
-
-def _told(record: Record) -> list[str]:
-    """What to know of a record."""
-    told = [record["note"]] if "note" in record else []
-    return told if record["certificate"].get("together") else [*told, OUTDATED]
+    return "\n".join(lines)
 
 
 def _model(record: Record) -> str:

@@ -9,6 +9,7 @@ from corun.bench import mode_names, summary
 from corun.bench.operator_records import OperatorFile, StepTimeFile
 from corun.bench.records import BESIDE, Run
 from corun.bench.results import Comparison, Group, Results, read_directory
+from corun.bench.server_records import ServerFile, ServerRun
 
 NOT_RUN = "not run"
 NOTE_FILE = "note.txt"
@@ -36,6 +37,8 @@ def bench_tables(results: Path, link: str) -> str:
             lines += [*_operators(file, f"{link}/{file.path.relative_to(results)}"), ""]
         for steps in found.step_times:
             lines += [*_steps(steps, f"{link}/{steps.path.relative_to(results)}"), ""]
+        for served in found.servers:
+            lines += [*_served(served, f"{link}/{served.path.relative_to(results)}"), ""]
     return "\n".join(lines).rstrip()
 
 
@@ -183,3 +186,39 @@ def _step(took: dict[str, float], mode: str) -> str:
     time = f"{took[mode] / 1000:.2f}"
     plain = mode_names.plain_of(mode, took)
     return time if plain is None else f"{time} ({took[mode] / took[plain]:.2f})"
+
+
+def _served(file: ServerFile, link: str) -> Iterator[str]:
+    """What vLLM's own client measured over HTTP."""
+    yield (
+        f"Over HTTP, {file.model} shape on one {file.hardware['device']}, as `vllm bench serve` "
+        f"reports it ([record]({link})):"
+    )
+    yield ""
+    times = ("mean TTFT, ms", "mean TPOT, ms")
+    yield from head("in/out", "arrivals", "mode", "output tokens/s", *times, "same texts as before")
+    plain = {
+        (run.workload, run.arrivals): run.numbers["output_throughput"]
+        for run in file.runs
+        if run.mode == mode_names.PLAIN
+    }
+    for run in sorted(file.runs, key=lambda run: (run.workload, run.arrivals)):
+        rate = run.numbers["output_throughput"]
+        beside = plain.get((run.workload, run.arrivals))
+        share = "" if beside is None else f" ({rate / beside:.2f})"
+        numbers = (run.numbers[name] for name in ("mean_ttft_ms", "mean_tpot_ms"))
+        yield row(
+            (
+                run.workload,
+                _arrivals(run.arrivals),
+                mode_names.label(run.mode),
+                f"{rate:,.0f}{share}",
+                *(f"{number:,.1f}" for number in numbers),
+                _same_texts(run),
+            )
+        )
+    yield from notes(file.notes)
+
+
+def _same_texts(run: ServerRun) -> str:
+    return "first run" if run.equal is None else f"{run.equal[0]} of {run.equal[1]}"

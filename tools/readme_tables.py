@@ -13,7 +13,6 @@ from certificate_tables import certificate_summary, certificate_table
 from markers import fill_file
 from readme_bench import bench_summary, bench_tables
 from recorded import records_of
-from throughput_tables import throughput_table
 from verify_tables import verify_summary, verify_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +36,6 @@ def page_parts(directory: Path) -> dict[str, str]:
         "certificates": certificate_table(records_of(directory, "certify"), link),
         "verifications": verify_table(records_of(directory, "verify"), link),
         "bench": bench_tables(directory, link),
-        "throughput": throughput_table(records_of(directory, "throughput"), link),
     }
 
 

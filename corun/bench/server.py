@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmups", type=int, default=8, help="requests before the measurement")
     parser.add_argument("--certificate", metavar="FILE", help="for certified and pack")
     parser.add_argument(
+        "--random-weights", action="store_true", help="for a directory without weights"
+    )
+    parser.add_argument(
         "--server-args", default="", metavar="FLAGS", help="more flags of vllm serve, quoted"
     )
     parser.add_argument(
@@ -101,6 +104,10 @@ def serve_command(mode: str, args: argparse.Namespace) -> list[str]:
         command += ["--certificate", args.certificate]
     if mode_names.split(mode)[0] == SPLIT:
         command.append("--split-decode")
+    if args.random_weights:
+        from corun.engine.random_weights import LOAD_FORMAT
+
+        command += ["--load-format", LOAD_FORMAT]
     return command + shlex.split(args.server_args)
 
 
@@ -177,6 +184,7 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
             "seeded": not args.unseeded,
             "temperature": args.temperature,
             "warmups": args.warmups,
+            "random_weights": args.random_weights,
         },
     }
 

@@ -173,6 +173,8 @@ def test_serve_commands_name_the_policy():
         *rest,
     ]
     assert server._shown(commands["bi"]).startswith("corun serve m --policy off")
+    drawn = server.serve_command("std", parse("m", "--out=x", "--random-weights"))
+    assert drawn[4:] == ["m", "--policy", "off", "--load-format", "corun_random"]
 
 
 def test_what_cannot_be_served_is_refused(model, tmp_path):

@@ -87,6 +87,22 @@ def test_operators_and_steps_beside_the_runs_or_deeper_or_alone(results):
     assert "steps-gpu" not in readme_bench.bench_summary(directory, "page.md")
 
 
+def test_what_a_client_saw_over_http(results):
+    directory, write = results
+    write(mode="std")
+    bench_files.write(directory / "tiny-gpu-http", bench_files.server())
+    rows = readme_bench.bench_tables(directory, "results").splitlines()
+    (title,) = (row for row in rows if row.startswith("Over HTTP, tiny shape"))
+    assert title.endswith("([record](results/tiny-gpu-http/record-0.json)):")
+    head = "| in/out | arrivals | mode | output tokens/s | mean TTFT, ms | mean TPOT, ms | same"
+    assert any(row.startswith(head) for row in rows)
+    numbers = "1,234 (1.00) | 30.0 | 7.2"  # half a thousandth rounds to even
+    assert f"| 1024/128 | all at once | plain vLLM | {numbers} | first run |" in rows
+    assert f"| 1024/128 | 4 in flight | plain vLLM | {numbers} | 1 of 2 |" in rows
+    assert f"| 1024/128 | 4 in flight | CoRun isolate | {numbers} | 2 of 2 |" in rows
+    assert "- CoRun pack failed over HTTP: no memory" in rows
+
+
 def test_the_summary_gives_ranges_bits_and_how_many_cells(results):
     directory, write = results
     for repeat, last in ((0, "b"), (1, "c")):

@@ -13,69 +13,9 @@ import certificate_tables  # noqa: E402
 import markers  # noqa: E402
 import readme_tables  # noqa: E402
 import recorded  # noqa: E402
-import throughput_tables  # noqa: E402
 import verify_tables  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-
-
-def record(**modes):
-    return {
-        "benchmark": "throughput",
-        "model": "m",
-        "settings": {"requests": 3, "max_num_seqs": 8},
-        "hardware": {"vllm": "0", "gpu": "G"},
-        "modes": [
-            {
-                "mode": name,
-                "workloads": {"1/2": {"tokens_per_s": speed}},
-                "determinism": {"requests": 32, "tokens_equal": 30, "logprobs_equal": 1},
-            }
-            for name, speed in modes.items()
-        ],
-    }
-
-
-def throughput(*records):
-    given = {f"t{i}.json": r for i, r in enumerate(records)}
-    return throughput_tables.throughput_table(given, "results")
-
-
-def test_shares_are_of_plain_vllm_in_the_same_record():
-    table = throughput(record(isolate=50.0, std=200.0))
-    assert "| plain vLLM | 200 (1.00) | 30/32, 1/32 |" in table
-    assert "| CoRun `isolate` | 50 (0.25) | 30/32, 1/32 |" in table
-
-
-def test_a_failed_mode_is_left_out_and_a_record_without_plain_is_an_error():
-    failed = record(std=200.0)
-    failed["modes"].append({"mode": "bi", "error": "timed out"})
-    assert "BATCH_INVARIANT" not in throughput(failed)
-    with pytest.raises(ValueError, match="no plain vLLM"):
-        throughput(record(isolate=50.0))
-
-
-def test_what_a_mode_lacks_is_said_to_be_not_measured_and_why():
-    cut = record(std=200.0, isolate=50.0)
-    plain, isolate = cut["modes"]
-    plain["workloads"]["3/4"] = {"tokens_per_s": 100.0}
-    isolate["workloads"]["5/6"] = {"tokens_per_s": 7.0}
-    del isolate["determinism"]
-    isolate["note"], cut["note"] = "stopped by the time limit", "beside another run"
-    table = throughput(cut)
-    assert "| plain vLLM | 200 (1.00) | 100 (1.00) | not measured | 30/32, 1/32 |" in table
-    assert "| CoRun `isolate` | 50 (0.25) | not measured | 7 | not measured |" in table
-    assert "- CoRun `isolate`: stopped by the time limit." in table
-    assert "- beside another run." in table
-
-
-def test_records_of_one_model_can_be_told_apart():
-    other = record(std=1.0)
-    other["model"] = "other"
-    table = throughput(record(std=200.0), other, record(std=300.0))
-    assert "m shape, run 1 of 2, random" in table and "(results/t0.json)" in table
-    assert "m shape, run 2 of 2, random" in table and "(results/t2.json)" in table
-    assert "other shape, random" in table
 
 
 def claim(name, classes, variant=()):
@@ -135,13 +75,10 @@ def test_a_certificate_in_short():
         "d.json": certified([claim("A", [1])], held, None, command=forced, policies=none),
     }
     given["d.json"]["certificate"]["domain"] = {"dtype": "torch.float16", "device": "G H I J"}
-    del given["d.json"]["certificate"]["together"]
     lines = certificate_tables.certificate_summary(given).splitlines()
     assert lines[2:] == [
         f"| M | bfloat16 | cpu x86_64 AVX512 | {ALLOWED} | 12 |",
         "| N, V1 runner | float16 | G H I J | none | 12 |",
-        "",
-        f"- N, V1 runner: {certificate_tables.OUTDATED}.",
     ]
 
 
@@ -200,7 +137,7 @@ def test_verifications_are_added_up_by_policy():
     ],
 )
 def test_the_documents_are_up_to_date(document, parts, by_hand):
-    for benchmark in ("throughput", "certify", "verify"):
+    for benchmark in ("certify", "verify"):
         assert recorded.records_of(RESULTS, benchmark)
     text = (ROOT / document).read_text()
     made = parts(RESULTS)
