@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from corun.engine.split_schedule import RULES, SplitRule, write_splits
+from corun.engine.split_schedule import LATENT_RULE, RULES, SplitRule, write_splits
 
 GPU = torch.device("cuda")
 CHECKS: list[dict] = []
@@ -40,7 +40,7 @@ CASES = {
 }
 GRAPHS = "FA3 num_splits=32"  # plain vLLM in full CUDA graphs
 PLAIN = ("FA3 num_splits=0", GRAPHS, "FA3 num_splits=1")
-MLA_RULES = [SplitRule(64, least, most) for least, most in ((4, 32), (4, 64), (2, 64), (8, 64))]
+MLA_RULES = [LATENT_RULE, *(SplitRule(64, *more) for more in ((4, 32), (2, 64), (8, 64)))]
 # Heads, KV heads, dimension of the values. vLLM's FLASH_ATTN_MLA has blocks of 16 unless told.
 MLA = ((128, 1, 512), {"block": 16, "mla": 64})
 FEW = ((16, 1, 512), {"block": 16, "mla": 64})
@@ -94,7 +94,8 @@ class Batch:
         self.query = (query * 2).to(dtype)
         self.dim, self.mla, self.scale = dim, mla, (dim + mla) ** -0.5
         self.longest = max(lengths)
-        self.longest_query = 256 if dim == 64 else 1  # corun.engine.attention.LONGEST_QUERY
+        steady_tile = query_heads <= 64 if mla else dim == 64
+        self.longest_query = 256 if steady_tile else 1  # corun.engine.attention.LONGEST_QUERY
 
     def out(self, dtype=None):
         return self.query.new_zeros((*self.query.shape[:2], self.dim), dtype=dtype)
@@ -312,6 +313,14 @@ def check_effect(shape):
         one.numel(),
         differing=differing,
     )
+    # There a request whose only row is split has length 0.
+    rest = copy.copy(batch)
+    rest.lengths = torch.where(rows, 0, batch.lengths)
+    left = rest.flash(1, None, table, batch.out()).view(torch.int16)
+    differing = int((left != unsplit)[~rows].sum())
+    compared = left[~rows].numel()
+    name = f"one split beside rows of length 0, {label(shape)}"
+    check(name, not differing, compared, differing=differing)
 
 
 def host_time(call, repeats=50):
@@ -401,7 +410,7 @@ def main() -> int:
         if args.out:
             args.out.write_text(json.dumps(result, indent=1))
 
-    shapes = (heads(8), heads(4), heads(8, 64), heads(8, 256), MLA)
+    shapes = (heads(8), heads(4), heads(8, 64), heads(8, 256), MLA, FEW)
     for shape in shapes:
         guarded(notes, check_effect, shape)
         guarded(notes, check_reference, shape, label(shape), notes)

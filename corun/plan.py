@@ -93,7 +93,7 @@ class Plan:
     class_of: certified: the row counts that name the classes, of a step and of what samples. Other
         classes of the same engine give other bits.
     split_beyond: certified: decoded rows of more KV than this, and than their prompt, are split by
-        ``corun.engine.split_attention``; 0: none is.
+        ``corun.engine.split_steps``; 0: none is.
     worker: what the worker that measured the certificate said of itself; empty without one.
     """
 

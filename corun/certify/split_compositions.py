@@ -3,6 +3,9 @@
 As in ``corun.certify.compositions``, but with sequences longer than what is left unsplit, each with
 a prompt of its own length: rows past it are split rows, whether decoded or recomputed in a chunk.
 The reference is again the sequence computed whole and alone, as after a preemption.
+
+Latent attention (MLA) has another algorithm for prompts, so its plans recompute nothing, and a
+split row is only ever decoded. There the reference is the row decoded alone (``decoded_trials``).
 """
 
 import random
@@ -17,18 +20,24 @@ PAST = (952, 600, 300, 130, 65, 17, 2)
 SHORT = 33  # sequences without split rows, to stand beside the others
 CROWDS = 100
 CHUNKS = (2, 5, 17, 40, 64, 65, 200, 500)
+PROMPTS = (2, 9, 17, 64, 65, 129, 400, 512, 513, 700, 1500)
+"""Tokens of prompts beside rows of latent attention, which takes those of more than 512 apart."""
+SEVERAL = 3  # prompts beside such rows
 
 
-def split_lengths(limits: Limits, beyond: int) -> list[int]:
+def split_lengths(limits: Limits, beyond: int, *, decoded: bool = False) -> list[int]:
     """Lengths of the sequences, long ones first; empty where the engine cannot hold enough of them.
 
-    beyond: tokens of KV up to which no row is split.
+    beyond: tokens of KV up to which no row is split. decoded: for ``decoded_trials``; then there is
+    one as long as a step and a sequence may be, where it fits.
     """
     longest = min(limits.step_tokens, limits.sequence_tokens)
     long = [beyond + n for n in PAST if beyond + n <= longest]
     short = [LENGTHS[i % len(LENGTHS)] for i in range(min(SHORT, limits.requests))]
     if len(long) < 2 or sum(long + short) > limits.kv_tokens // 2:
         return []
+    if decoded and longest > long[0] and sum([longest, *long, *short]) <= limits.kv_tokens // 2:
+        long.insert(0, longest)
     return long + [n for n in short if n <= longest]
 
 
@@ -45,7 +54,22 @@ def split_trials(
 ) -> Iterator[Trial]:
     """Every trial, the kinds by turns."""
     bench = _Bench(sizes, prompts, limits, beyond)
-    kinds = [bench.alone(), bench.crowds(), bench.recomputed(), bench.beside(), bench.together()]
+    return _by_turns(
+        [bench.alone(), bench.crowds(), bench.recomputed(), bench.beside(), bench.together()]
+    )
+
+
+def decoded_trials(
+    sizes: list[int], prompts: list[int], limits: Limits, beyond: int
+) -> Iterator[Trial]:
+    """As ``split_trials``, where a split row is only ever decoded: its sequence's last."""
+    bench = _Bench(sizes, prompts, limits, beyond)
+    several = min(SEVERAL, limits.requests - 1)
+    kinds = [bench.beside_prompts(n) for n in sorted({1, several}) if 0 < n <= several]
+    return _by_turns([bench.last_rows(), *kinds])
+
+
+def _by_turns(kinds: list[Iterator[Trial]]) -> Iterator[Trial]:
     while kinds:
         for kind in list(kinds):
             trial = next(kind, None)
@@ -80,16 +104,52 @@ class _Bench:
             for at in self._edges(i):
                 yield Trial("decode_is_prefill", ((self._row(i, at),),), decode=False)
 
+    def _several(self, turn: int) -> list[int]:
+        """Some of the long sequences, and in every other turn some that have no split row."""
+        long, every = list(self.first), range(len(self.sizes))
+        most = min(self.limits.requests, len(every), self.limits.step_tokens)
+        several = self.rng.sample(long, self.rng.randint(1, min(len(long), most)))
+        others = [i for i in every if i not in self.first]
+        room = min(most - len(several), len(others)) if turn % 2 else 0
+        several += self.rng.sample(others, self.rng.randint(0, room))
+        self.rng.shuffle(several)
+        return several
+
+    def last_rows(self) -> Iterator[Trial]:
+        """Last rows in crowds and at any place, with and without others that are not split."""
+        for turn in range(CROWDS):
+            rows = tuple(self._row(i, self.sizes[i] - 1) for i in self._several(turn))
+            yield Trial("decode_rows", (rows,), decode=True)
+
+    def beside_prompts(self, prompts: int) -> Iterator[Trial]:
+        """Last rows beside a prompt, or a part of one that has its beginning in the cache.
+
+        prompts: how many; several have nothing in the cache.
+        """
+        name = "mixed" if prompts == 1 else "batched_prefill"
+        ends = [self.first.get(i, size) for i, size in enumerate(self.sizes)]
+        for turn, tokens in enumerate(PROMPTS * 2):
+            # A prompt of one token is another prompt, not a decode row.
+            several = [i for i in self._several(turn) if self.sizes[i] > 1]
+            decoded = several[: max(0, self.limits.requests - prompts)]
+            left = self.limits.step_tokens - len(decoded)
+            able = [i for i in range(len(ends)) if i not in decoded]
+            self.rng.shuffle(able)
+            step: list[Piece] = []
+            for i in sorted(able, key=lambda i: ends[i] < tokens):
+                n = min(tokens, left, ends[i])
+                if n > 1 and len(step) < prompts:
+                    start = self.rng.choice((0, ends[i] - n)) if prompts == 1 else 0
+                    step.append(Piece(i, start, start + n))
+                    left -= n
+            rows = [self._row(i, self.sizes[i] - 1) for i in decoded]
+            if any(i in self.first for i in decoded) and len(step) == prompts:
+                yield Trial(name, ((*rows, *step),), decode=True)
+
     def crowds(self) -> Iterator[Trial]:
         """Rows in crowds and at any place, with and without others that are not split."""
-        long, every = list(self.first), range(len(self.sizes))
         for turn in range(CROWDS):
-            most = min(self.limits.requests, len(every), self.limits.step_tokens)
-            several = self.rng.sample(long, self.rng.randint(1, min(len(long), most)))
-            others = [i for i in every if i not in self.first]
-            room = min(most - len(several), len(others)) if turn % 2 else 0
-            several += self.rng.sample(others, self.rng.randint(0, room))
-            self.rng.shuffle(several)
+            several = self._several(turn)
             rows = tuple(self._row(i, self.sizes[i] - 1) for i in several)
             yield Trial("decode_rows", (rows,), decode=True)
             rows = tuple(
@@ -144,13 +204,16 @@ def split_claims(
     limits: Limits,
     beyond: int,
     budget_s: float,
+    *,
+    decoded: bool = False,
 ) -> list[StepClaim]:
     """The claims about `operation`'s split rows, each on values of its own.
 
-    made: makes the function that runs a step, of (sizes, prompts). Where the engine cannot hold
-    sequences that are long enough no property is shown to hold.
+    made: makes the function that runs a step, of (sizes, prompts). decoded: a split row is only
+    ever decoded (``decoded_trials``). Where the engine cannot hold sequences that are long enough
+    no property is shown to hold.
     """
-    sizes = split_lengths(limits, beyond)
+    sizes = split_lengths(limits, beyond, decoded=decoded)
     if not sizes:
         why = (
             f"no row of more than {beyond} tokens could be tried: steps hold {limits.step_tokens} "
@@ -159,4 +222,5 @@ def split_claims(
         return [StepClaim(operation, name, False, 0, 0, why) for name in PROPERTIES]
     prompts = split_prompts(sizes, beyond)
     bench = TrialBench(operation, made(sizes, prompts), sizes)
-    return bench.work(split_trials(sizes, prompts, limits, beyond), budget_s)
+    found = (decoded_trials if decoded else split_trials)(sizes, prompts, limits, beyond)
+    return bench.work(found, budget_s)

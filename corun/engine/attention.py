@@ -1,7 +1,7 @@
 """Seam: attention without split-KV (paper, Section IV-C); isolated prefills keep it.
 
 A split of the KV sequence is chosen from the whole batch, so a decode row's reduction order would
-depend on its co-runners. (``corun.engine.split_attention`` splits it by the row's own length.)
+depend on its co-runners. (``corun.engine.split_steps`` splits it by the row's own length.)
 Each backend says "one split" in its own way; a backend that has no entry here is refused by name.
 Prefill steps hold one request, so their splits depend on nothing else.
 """
@@ -84,14 +84,23 @@ def _hold_flash_attn_mla(builder: Any, state: RunnerState) -> None:
     # One latent KV head: more than 64 query heads pass the one-warpgroup tile with one token.
     steady_tile = state.plan.policy != "isolate" and builder.num_heads <= 64
 
+    if state.plan.certified:
+        builder.fa_aot_schedule = False  # as for FLASH_ATTN
+
     def held(*args: Any, **kwargs: Any) -> Any:
         metadata = build(*args, **kwargs)
-        if state.one_split and metadata.decode is not None:
-            graph = state.graph and not state.plan.certified
-            _one_split(metadata.decode, graph, "FLASH_ATTN_MLA")
-            if steady_tile:
-                longest = metadata.decode.max_query_len
-                metadata.decode.max_query_len = max(longest, LONGEST_QUERY)
+        part = metadata.decode
+        if not state.one_split or part is None:
+            return metadata
+        _one_split(part, state.graph and not state.plan.certified, "FLASH_ATTN_MLA")
+        decode = part.max_query_len <= 1  # vLLM has 0 where it captures graphs
+        if steady_tile:
+            part.max_query_len = max(part.max_query_len, LONGEST_QUERY)
+        if state.split is not None:
+            longest = LONGEST_QUERY if steady_tile else 1
+            state.split.attach(
+                part, builder, decode=decode, longest=longest, leading=metadata.num_decodes
+            )
         return metadata
 
     builder.build = held

@@ -162,12 +162,13 @@ def _shapes(plan: dict[str, Any], vllm_config: Any, eager: bool) -> dict[str, An
         return {**{name: plan[name] for name in names}, "long_prefill": threshold}
     most = vllm_config.scheduler_config.max_num_batched_tokens
     chunks = [plan["max_prefill_tokens"], threshold]
+    latent = vllm_config.model_config.use_mla
     return {
         "policy": plan["policy"],
         "row_classes": plan["class_of"],
         "compiled_for": None if eager else most,
         "chunks": None if plan["grants"]["free_chunks"] else chunks,
-        **({"split_decode": reaching_bits()} if plan["split_beyond"] else {}),
+        **({"split_decode": reaching_bits(latent=latent)} if plan["split_beyond"] else {}),
     }
 
 

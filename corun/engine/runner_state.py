@@ -8,7 +8,7 @@ import torch
 from corun.plan import Plan
 
 if TYPE_CHECKING:
-    from corun.engine.split_attention import SplitAttention
+    from corun.engine.split_steps import SplitSteps
 
 
 @dataclass
@@ -32,7 +32,7 @@ class RunnerState:
     seeds: dict[str, int] = field(default_factory=dict)
     prompt_lens: dict[str, int] = field(default_factory=dict)
     spans: dict[str, tuple[int, int]] | None = None
-    split: "SplitAttention | None" = None
+    split: "SplitSteps | None" = None
     decode_step: bool = False
     padded_logits: torch.Tensor | None = None
     rows: int = 0

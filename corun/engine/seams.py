@@ -42,6 +42,8 @@ ENGINE_HOLDERS = (
     "corun.engine.settings",
     "corun.engine.split_attention",
     "corun.engine.split_cache",
+    "corun.engine.split_latent",
+    "corun.engine.split_steps",
     "corun.engine.split_switch",
     "corun.engine.subject",
     "corun.engine.variables",

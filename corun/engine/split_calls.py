@@ -6,6 +6,19 @@ from typing import Any
 
 import torch
 
+Query = torch.Tensor | tuple[torch.Tensor, ...]
+Call = Callable[[Any, Any, torch.Tensor | None], torch.Tensor]
+"""FlashAttention: (query, metadata, where to put the result, if that matters) -> the result.
+
+query: [tokens, Hq, D]; of latent attention a tuple of two. The result: [tokens, Hq, Dv].
+"""
+
+
+def _rows(query: Query, tokens: torch.Tensor) -> Query:
+    if isinstance(query, tuple):
+        return tuple(part.index_select(0, tokens) for part in query)
+    return query.index_select(0, tokens)
+
 
 class Decode:
     """A step of one token for each request: one call, with the splits of `schedule`."""
@@ -13,14 +26,13 @@ class Decode:
     def __init__(self, schedule: torch.Tensor, most: int) -> None:
         self._schedule, self._most = schedule, most
 
-    def attend(self, call: Callable, query: torch.Tensor, metadata: Any, out: torch.Tensor) -> None:
-        """Attention of `query` into `out`, each [tokens, Hq, D].
-
-        call(query, metadata, out) is FlashAttention.
-        """
+    def attend(
+        self, call: Call, query: Query, metadata: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of `query`, by `call`; into `out` if there is one."""
         split = copy.copy(metadata)
         split.scheduler_metadata, split.max_num_splits = self._schedule, self._most
-        call(query, split, out)
+        return call(query, split, out)
 
 
 class Chunks:
@@ -36,18 +48,18 @@ class Chunks:
         self.left, self._parts = left, parts
         self._tables: dict[tuple[int, int], torch.Tensor] = {}
 
-    def attend(self, call: Callable, query: torch.Tensor, metadata: Any, out: torch.Tensor) -> None:
+    def attend(
+        self, call: Call, query: Query, metadata: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As ``Decode.attend``."""
         rest = copy.copy(metadata)
         rest.seq_lens = self.left
-        call(query, rest, out)
+        found = call(query, rest, out)
         for part, (tokens, requests, split) in enumerate(self._parts):
             given = copy.copy(split)
             given.block_table = self._table(part, metadata.block_table, requests)
-            queries = query.index_select(0, tokens)
-            found = torch.empty_like(queries, dtype=out.dtype)
-            call(queries, given, found)
-            out.index_copy_(0, tokens, found)
+            found.index_copy_(0, tokens, call(_rows(query, tokens), given, None))
+        return found
 
     def _table(self, part: int, table: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
         """Rows of a group's block table, gathered once a step and not once a layer."""

@@ -34,6 +34,10 @@ class StepRows:
         both = np.array(spans, dtype=np.int32).reshape(-1, 2)
         return cls(np.array(prompts, dtype=np.int32), both[:, 0], both[:, 1])
 
+    def first(self, count: int) -> "StepRows":
+        """The first `count` requests, or all where there are fewer."""
+        return StepRows(self.prompts[:count], self.begins[:count], self.ends[:count])
+
     def limits(self, beyond: int) -> np.ndarray:
         """``unsplit`` of each request."""
         return np.maximum(self.prompts, np.int32(beyond))

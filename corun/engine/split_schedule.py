@@ -56,11 +56,17 @@ class SplitRule:
 
 # By head dimension. The tiles are FlashAttention 3's on Hopper; another tile costs speed, not bits.
 RULES = {64: SplitRule(128, 4, 32), 128: SplitRule(128, 4, 32), 256: SplitRule(80, 4, 32)}
+LATENT = (512, 64)  # dimensions of latent attention (MLA): its latent, its rotary part
+LATENT_RULE = SplitRule(64, 4, 64)
 
 
-def reaching_bits() -> dict[str, Any]:
-    """What decides a split row's bits, as JSON values: whose splits they are, and the rules."""
-    rules = {str(dim): dataclasses.asdict(rule) for dim, rule in RULES.items()}
+def reaching_bits(*, latent: bool = False) -> dict[str, Any]:
+    """What decides a split row's bits, as JSON values: whose splits they are, and the rules.
+
+    latent: of a model with latent attention.
+    """
+    named = {"+".join(map(str, LATENT)): LATENT_RULE} if latent else RULES
+    rules = {str(dim): dataclasses.asdict(rule) for dim, rule in named.items()}
     return {"beyond": SPLIT_BEYOND, "kernel": "FlashAttention 3", "rules": rules}
 
 

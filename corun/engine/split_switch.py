@@ -1,7 +1,7 @@
 """Seam: whether an engine can split decode, as far as its arguments tell before it starts.
 
 What only the loaded model tells (windows, caps, the backend that vLLM chose) is checked in the
-worker, by ``corun.engine.split_attention``.
+worker, by ``corun.engine.split_steps``.
 """
 
 from dataclasses import replace
@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from corun.config import CoRunConfig
-from corun.engine.split_schedule import MOST_SEQUENCES, RULES
+from corun.engine.split_schedule import LATENT, MOST_SEQUENCES, RULES
 
 SEAMS: tuple[tuple, ...] = (
     ("vllm.platforms", "current_platform.is_cuda"),
@@ -23,12 +23,11 @@ SEAMS: tuple[tuple, ...] = (
     ("vllm.engine.arg_utils", "EngineArgs.attention_backend"),
     ("vllm.engine.arg_utils", "EngineArgs.attention_config"),
     ("vllm.config", "ModelConfig.get_head_size"),
+    ("vllm.config", "ModelConfig.use_mla"),
     ("vllm.config", "CUDAGraphMode.FULL"),
 )
 
 logger = init_logger("vllm.corun")
-
-_BACKEND = "FLASH_ATTN"
 
 
 def _backend(args: EngineArgs) -> str | None:
@@ -39,7 +38,8 @@ def _backend(args: EngineArgs) -> str | None:
 
 def why_not(args: EngineArgs, model_config: Any) -> str | None:
     """Why this engine cannot split decode, or None."""
-    asked, size = _backend(args), model_config.get_head_size()
+    asked, size, latent = _backend(args), model_config.get_head_size(), model_config.use_mla
+    backend = "FLASH_ATTN_MLA" if latent else "FLASH_ATTN"
     version = args.attention_config.flash_attn_version
     reasons = (
         (
@@ -56,12 +56,19 @@ def why_not(args: EngineArgs, model_config: Any) -> str | None:
             model_config.dtype not in (torch.bfloat16, torch.float16),
             f"it computes in bfloat16 or float16, not {model_config.dtype}",
         ),
-        (model_config.use_mla, "it is not wired into latent attention (MLA)"),
         (
-            asked not in (None, _BACKEND),
-            f"it works with the attention backend {_BACKEND}, not {asked}",
+            asked not in (None, backend),
+            f"it works with the attention backend {backend} here, not {asked}",
         ),
-        (size not in RULES, f"it takes head dimensions {tuple(RULES)}, not {size}"),
+        (
+            not latent and size not in RULES,
+            f"it takes head dimensions {tuple(RULES)}, not {size}",
+        ),
+        (
+            latent and size != sum(LATENT),
+            f"of latent attention (MLA) it takes {' + '.join(map(str, LATENT))} dimensions, not "
+            f"{size} together",
+        ),
         (
             getattr(model_config, "rswa_window", None) is not None,
             "it does not know the attention pattern of this model (R-SWA)",

@@ -100,6 +100,6 @@ def subject(
         "runner": os.environ.get("VLLM_USE_V2_MODEL_RUNNER"),
         "block_size": args.block_size,
         "kv_cache_dtype": str(args.kv_cache_dtype),
-        **({"split_decode": reaching_bits()} if split else {}),
+        **({"split_decode": reaching_bits(latent=model_config.use_mla)} if split else {}),
         **({"latent_attention": True} if model_config.use_mla else {}),
     }

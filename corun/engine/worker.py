@@ -23,7 +23,6 @@ from corun.engine import (
     lm_head,
     padding,
     settings,
-    split_attention,
 )
 from corun.engine.arguments import PLAN_KEY
 from corun.engine.audit import StepAudit
@@ -33,7 +32,10 @@ from corun.engine.runner_state import RunnerState
 from corun.engine.sampling import core
 from corun.engine.scheduled import computed_before
 from corun.engine.seeds import take_seed
+from corun.engine.split_attention import SplitAttention
+from corun.engine.split_latent import SplitLatent
 from corun.engine.split_rows import unsplit
+from corun.engine.split_steps import SplitSteps
 from corun.plan import DECODE, PREFILL, Plan, StepShape
 
 SEAMS: tuple[tuple, ...] = (
@@ -64,7 +66,7 @@ class CoRunWorkerMixin:
     """CoRun over vLLM's worker (GPU or CPU)."""
 
     _corun_audit: StepAudit | None = None
-    _corun_split: split_attention.SplitAttention | None = None
+    _corun_split: SplitSteps | None = None
 
     def init_device(self) -> None:
         """vLLM's, after the constraint on GEMMs that a certificate was measured under."""
@@ -86,7 +88,8 @@ class CoRunWorkerMixin:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         plan = self._corun_plan
         if plan.split_beyond:
-            self._corun_split = split_attention.SplitAttention(
+            latent = self.vllm_config.model_config.use_mla  # type: ignore[attr-defined]
+            self._corun_split = (SplitLatent if latent else SplitAttention)(
                 plan.split_beyond,
                 plan.decode_rows,
                 self.device,  # type: ignore[attr-defined]

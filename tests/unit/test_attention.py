@@ -68,7 +68,7 @@ def test_a_graph_with_one_split_keeps_its_schedule():
 
 
 def test_mla_constrains_its_decode_part():
-    inner = SimpleNamespace(max_num_splits=0, scheduler_metadata="schedule")
+    inner = SimpleNamespace(max_num_splits=0, scheduler_metadata="schedule", max_query_len=1)
     builder = mla(lambda *a, **k: latent(inner))
     attention.install(runner("FLASH_ATTN_MLA", builder), RunnerState(isolate(8), decode_step=True))
     builder.build(0, None)
@@ -121,7 +121,7 @@ def test_certified_has_one_split_and_no_schedule_always(decode_step, graph, spli
 
 @pytest.mark.parametrize("decode_step", [True, False])
 def test_certified_mla_has_one_split_always(decode_step):
-    inner = SimpleNamespace(max_num_splits=32, scheduler_metadata="schedule")
+    inner = SimpleNamespace(max_num_splits=32, scheduler_metadata="schedule", max_query_len=1)
     builder = mla(lambda *a, **k: latent(inner))
     state = RunnerState(CERTIFIED, decode_step=decode_step, graph=True)
     attention.install(runner("FLASH_ATTN_MLA", builder), state)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from corun.certify.compositions import PROPERTIES, Limits
 from corun.certify.split_compositions import (
     PAST,
+    decoded_trials,
     split_claims,
     split_lengths,
     split_prompts,
@@ -74,6 +75,49 @@ def test_a_large_engine_tries_every_kind_of_row():
     assert {trial.name for trial in found[:5]} == set(PROPERTIES)
 
 
+@given(limits(), st.sampled_from([64, SPLIT_BEYOND]))
+@settings(deadline=None, max_examples=60)
+def test_every_step_in_which_rows_are_only_decoded_can_run(held, beyond):
+    sizes = split_lengths(held, beyond, decoded=True)
+    assert bool(sizes) == bool(split_lengths(held, beyond))
+    if not sizes:
+        return
+    assert sum(sizes) <= held.kv_tokens // 2
+    prompts = split_prompts(sizes, beyond)
+    names = set()
+    for trial in decoded_trials(sizes, prompts, held, beyond):
+        names.add(trial.name)
+        assert trial.decode
+        (step,) = trial.steps
+        assert len(step) <= held.requests
+        assert sum(piece.tokens for piece in step) <= held.step_tokens
+        assert len({piece.sequence for piece in step}) == len(step), "a sequence twice"
+        pieces = [p for p in step if p.tokens > 1]
+        rows = [p for p in step if p.tokens == 1]
+        assert all(p.stop == sizes[p.sequence] for p in rows), "other rows have no reference"
+        assert any(p.stop > max(prompts[p.sequence], beyond) for p in rows), "nothing is split"
+        assert all(p.stop <= max(prompts[p.sequence], beyond) for p in pieces), "recomputed"
+        assert (trial.name == "decode_rows") == (not pieces)
+        assert not pieces or all(p.start > 0 for p in rows), "a prompt of one token"
+        assert trial.name != "mixed" or len(pieces) == 1
+    beside = ["mixed", "batched_prefill"][: held.requests - 1]
+    assert names == {"decode_rows", *beside}
+
+
+def test_rows_that_are_only_decoded_stand_beside_short_and_long_prompts():
+    sizes = split_lengths(LARGE, SPLIT_BEYOND, decoded=True)
+    assert sizes[0] == LARGE.step_tokens
+    prompts = split_prompts(sizes, SPLIT_BEYOND)
+    found = list(decoded_trials(sizes, prompts, LARGE, SPLIT_BEYOND))
+    for name in ("mixed", "batched_prefill"):
+        beside = [p for t in found if t.name == name for p in t.steps[0] if p.tokens > 1]
+        assert min(p.tokens for p in beside) == 2 and max(p.tokens for p in beside) == 1500
+        assert {p.tokens > 512 for p in beside} == {True, False}
+        assert {p.start > 0 for p in beside} == ({True, False} if name == "mixed" else {False})
+    split = {p.sequence for t in found for p in t.steps[0] if p.tokens == 1}
+    assert split >= set(range(len(PAST) + 1))
+
+
 def test_an_engine_without_room_shows_nothing():
     short = Limits(step_tokens=2048, requests=8, kv_tokens=100_000, sequence_tokens=40_960)
     claims = split_claims("fake", lambda sizes, prompts: None, short, SPLIT_BEYOND, 60)
@@ -135,5 +179,28 @@ FAULTS = [
 def test_each_fault_shows(broken, names):
     claims = split_claims("fake", combined(broken), SMALL, BEYOND, 60)
     assert {c.name for c in claims} == set(PROPERTIES)
+    assert {c.name for c in claims if not c.holds} == names
+    assert all(c.values >= 100_000 for c in claims if c.holds)
+
+
+BESIDE = {"mixed", "batched_prefill"}
+DECODED = {"decode_rows", *BESIDE}
+
+
+@pytest.mark.parametrize(
+    ("broken", "names"),
+    [
+        # A prompt's rows are never like decode rows.
+        (lambda s, p, at, split: p.tokens == 1, set()),
+        (lambda s, p, at, split: split and len(s) > 3, DECODED),
+        (lambda s, p, at, split: not split and p.tokens == 1 and len(s) > 2, DECODED),
+        (lambda s, p, at, split: split and any(q.tokens > 16 for q in s), BESIDE),
+        (lambda s, p, at, split: not split and p.tokens > 1 and len(s) > 2, BESIDE),
+        (lambda s, p, at, split: split and sum(q.tokens > 1 for q in s) > 1, {"batched_prefill"}),
+    ],
+)
+def test_each_fault_of_rows_that_are_only_decoded_shows(broken, names):
+    claims = split_claims("fake", combined(broken), SMALL, BEYOND, 60, decoded=True)
+    assert {c.name for c in claims} == DECODED
     assert {c.name for c in claims if not c.holds} == names
     assert all(c.values >= 100_000 for c in claims if c.holds)

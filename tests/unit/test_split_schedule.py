@@ -68,5 +68,5 @@ def test_impossible_rules(rule):
 def test_rows_that_are_split_have_several_splits():
     """Past SPLIT_BEYOND no rule says one split, so that a split row is never computed as others."""
     past = np.arange(split_schedule.SPLIT_BEYOND + 1, 70_000)
-    for rule in split_schedule.RULES.values():
+    for rule in (*split_schedule.RULES.values(), split_schedule.LATENT_RULE):
         assert rule.counts(past).min() > 1

@@ -116,13 +116,31 @@ def test_more_requests_than_flash_attention_splits(make, gpu):
     assert arguments.settle(given, CoRunConfig("auto", split_decode=True)).plan.split_beyond == 0
 
 
-def test_latent_attention_and_rswa_are_refused(make, gpu):
+FIELDS = {"dtype": torch.bfloat16, "use_mla": False, "get_head_size": lambda: 64}
+LATENT = FIELDS | {"use_mla": True, "get_head_size": lambda: 576}
+
+
+def test_rswa_is_refused(make, gpu):
     args = make()
-    fields = {"dtype": torch.bfloat16, "use_mla": False, "get_head_size": lambda: 64}
-    assert split_switch.why_not(args, SimpleNamespace(**fields)) is None
-    mla = SimpleNamespace(**fields | {"use_mla": True})
-    assert "MLA" in split_switch.why_not(args, mla)
-    assert "R-SWA" in split_switch.why_not(args, SimpleNamespace(**fields, rswa_window=64))
+    assert split_switch.why_not(args, SimpleNamespace(**FIELDS)) is None
+    assert "R-SWA" in split_switch.why_not(args, SimpleNamespace(**FIELDS, rswa_window=64))
+
+
+@pytest.mark.parametrize(
+    ("given", "fields", "word"),
+    [
+        ({}, LATENT, None),
+        ({"attention_backend": "FLASH_ATTN_MLA"}, LATENT, None),
+        ({"attention_backend": "TRITON_MLA"}, LATENT, "FLASH_ATTN_MLA here, not TRITON_MLA"),
+        ({"attention_backend": "FLASH_ATTN"}, LATENT, "FLASH_ATTN_MLA here, not FLASH_ATTN"),
+        ({"attention_backend": "FLASH_ATTN_MLA"}, FIELDS, "FLASH_ATTN here, not FLASH_ATTN_MLA"),
+        ({}, LATENT | {"get_head_size": lambda: 320}, "512 + 64 dimensions, not 320 together"),
+        ({}, LATENT | {"get_head_size": lambda: 64}, "not 64 together"),
+    ],
+)
+def test_what_is_taken_of_latent_attention(make, gpu, given, fields, word):
+    why = split_switch.why_not(make(**given), SimpleNamespace(**fields))
+    assert (why is None) if word is None else (word in why)
 
 
 def test_the_plan_the_scheduler_and_the_subject_have_it(make, gpu):
@@ -198,3 +216,41 @@ def test_engines_with_and_without_are_two_domains_and_two_subjects(make, monkeyp
         with monkeypatch.context() as patched:
             patched.setitem(split_schedule.RULES, 128, changed)
             assert found() != before, field
+
+
+def test_latent_attention_has_a_rule_of_its_own_in_domain_and_subject(make, monkeypatch):
+    args = make()
+    model, ordinary = args.create_model_config(), split_schedule.reaching_bits()
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=True),
+        scheduler_config=SimpleNamespace(
+            long_prefill_token_threshold=0, max_num_batched_tokens=2048
+        ),
+    )
+    plan = replace(certified(Rows.span(1, 64), Rows.span(1, 8)), split_beyond=2048).to_mapping()
+    monkeypatch.setattr(type(model), "use_mla", True)
+
+    def found():
+        here = domain._shapes(plan, config, False)["split_decode"]
+        assert here == subject.subject(args, model, 2048, split=True)["split_decode"]
+        return here
+
+    before = found()
+    assert before["rules"] == {"512+64": {"tile": 64, "least": 4, "most": 64}}
+    monkeypatch.setattr(split_schedule, "LATENT_RULE", split_schedule.SplitRule(64, 2, 64))
+    assert found() != before
+    monkeypatch.setattr(type(model), "use_mla", False)
+    assert subject.subject(args, model, 2048, split=True)["split_decode"] == ordinary
+
+
+def test_the_rule_of_ordinary_heads_is_what_certificates_name():
+    """Certificates and domains that were recorded stay valid as long as this is what they hold."""
+    assert split_schedule.reaching_bits() == {
+        "beyond": 2048,
+        "kernel": "FlashAttention 3",
+        "rules": {
+            "64": {"tile": 128, "least": 4, "most": 32},
+            "128": {"tile": 128, "least": 4, "most": 32},
+            "256": {"tile": 80, "least": 4, "most": 32},
+        },
+    }

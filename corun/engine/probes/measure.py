@@ -124,7 +124,14 @@ def _model_claims(
     share = budget_s if split is None else budget_s / 2
     claims = TrialBench("model", made(sizes), sizes).work(trials(sizes, few, thorough), share)
     if split is not None:
-        claims += split_claims("model, split rows", made, limits, split.beyond, share)
+        claims += split_claims(
+            "model, split rows",
+            made,
+            limits,
+            split.beyond,
+            share,
+            decoded=vllm_config.model_config.use_mla,
+        )
     return claims
 
 
