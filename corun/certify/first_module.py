@@ -12,6 +12,7 @@ from corun.config import MEASURE, CoRunConfig
 from corun.jobs.files import write_json
 
 MOST_ROWS = 64
+APART = "a tensor-parallel engine is not taken apart to find the first module that differs"
 NONE = "no module of an eager engine differs, so it lies in graphs, compiled code, or sampling"
 
 
@@ -38,6 +39,8 @@ def first_module(
     """
     from corun.verify.localize import LocalizeOptions, localize
 
+    if engine_args.get("tensor_parallel_size", 1) > 1:
+        return APART
     args = {n: v for n, v in engine_args.items() if n not in ("enforce_eager", "max_num_seqs")}
     rows = min(int(engine_args.get("max_num_seqs", MOST_ROWS)), MOST_ROWS)
     error = None

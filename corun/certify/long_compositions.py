@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from corun.certify import lockstep
 from corun.certify.certificate import StepClaim
 from corun.certify.compositions import Limits, Piece, Trial, last_row, shuffled
 from corun.certify.full_steps import full_steps, fullest, packed_steps
@@ -111,7 +112,7 @@ def long_claims(
             reached = min(sizes[0], limits.sequence_tokens)
             return claims, reached, fullest(sizes, tried, distinct=not given_kv)
         except torch.OutOfMemoryError:
-            if sizes[0] <= limits.step_tokens:
+            if sizes[0] <= limits.step_tokens or lockstep.several():  # others may have had room
                 raise
             longest = sizes[0] // 2 + sum(sizes[1:])
 

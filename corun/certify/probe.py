@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from corun.certify import lockstep
+
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 POOL = 256
@@ -52,7 +54,8 @@ def _equal(found: torch.Tensor, reference: torch.Tensor, index: torch.Tensor) ->
 class Tally:
     """What was compared at some row counts.
 
-    wrong: mismatching values per row count. values: values compared, all counts together.
+    wrong: mismatching values per row count, of all ranks. values: values compared by this rank, all
+    counts together.
     """
 
     wrong: dict[int, int] = field(default_factory=dict)
@@ -97,7 +100,8 @@ class RowProbe:
                 total = total + unlike(found, reference, index)
             tally.values += draws * rows * width
             pending[rows] = total
-        tally.wrong = {rows: int(total) for rows, total in pending.items()}
+        totals = lockstep.total([int(total) for total in pending.values()])
+        tally.wrong = dict(zip(pending, totals, strict=True))
         return tally
 
     def _draw(self, rows: int, *, skewed: bool) -> torch.Tensor:

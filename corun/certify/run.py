@@ -93,6 +93,8 @@ def certify(options: CertifyOptions, progress: bool = True) -> Certified:
         subject, budget = _subject(llm), options.budget_s or _budget()
         with say.doing(f"measuring (about {budget:.0f} s)"):
             given = llm.collective_rpc("corun_measure", args=(subject, budget))
+        if any(other != given[0] for other in given):
+            raise RuntimeError("the engine's ranks measured different things; nothing was kept")
         certificate = Certificate.from_mapping(given[0])
         engine = _engine_of(llm)
         plan = planner.plan_certified(certificate, engine)

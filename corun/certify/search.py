@@ -1,8 +1,8 @@
 """Finds the shape classes of operations: sets of row counts whose rows are bit-identical."""
 
-import time
 from collections.abc import Iterator, Sequence
 
+from corun.certify import lockstep
 from corun.certify.certificate import RowClaim
 from corun.certify.probe import RowProbe
 from corun.rows import Rows
@@ -38,7 +38,7 @@ class ClassSearch:
     """
 
     def __init__(self, name: str, probe: RowProbe, largest: int, *, sampled: bool = False) -> None:
-        started = time.perf_counter()
+        started = lockstep.now()
         self.name, self.sampled = name, sampled
         self._probe, self._largest = probe, largest
         self._reference = probe.reference(largest)
@@ -46,7 +46,7 @@ class ClassSearch:
         self._pending: list[int] = []
         self._values = 0
         self._tried = self._again = 0  # rows of all counts, and of those that are to be tried again
-        self._seconds = time.perf_counter() - started
+        self._seconds = lockstep.now() - started
 
     @property
     def seconds(self) -> float:
@@ -55,18 +55,18 @@ class ClassSearch:
 
     def compare(self, counts: Sequence[int]) -> None:
         """Compare `counts` with the largest."""
-        started = time.perf_counter()
+        started = lockstep.now()
         tally = self._probe.compare(self._reference, counts)
         self._values += tally.values
         other = [n for n in counts if tally.wrong[n]]
         self._same += [n for n in counts if not tally.wrong[n]]
         self._pending += other
         self._tried, self._again = self._tried + sum(counts), self._again + sum(other)
-        self._seconds += time.perf_counter() - started
+        self._seconds += lockstep.now() - started
 
     def claim(self) -> RowClaim:
         """The classes of all counts compared; those past MAX_CLASSES of them are variant."""
-        started = time.perf_counter()
+        started = lockstep.now()
         classes: list[Rows] = []
         variant: list[int] = []
         same, pending = self._same, self._pending
@@ -98,7 +98,7 @@ class ClassSearch:
             tuple(classes),
             Rows.of([*variant, *pending]),
             self._values,
-            self._seconds + time.perf_counter() - started,
+            self._seconds + lockstep.now() - started,
         )
 
 

@@ -1,11 +1,11 @@
 """Runs trials and turns them into claims. Torch only; the engine gives the function that runs."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
 
+from corun.certify import lockstep
 from corun.certify.certificate import StepClaim
 from corun.certify.compositions import PACKED, WORDS, Piece, Step, Trial
 from corun.certify.probe import MIN_VALUES, bits, mismatches
@@ -47,11 +47,11 @@ class TrialBench:
         First those of properties with fewer than `least` trials or MIN_VALUES values; one that ends
         with fewer values is not shown to hold. Then all others until `budget_s` seconds are over.
         """
-        started = time.perf_counter()
+        started = lockstep.now()
         queue = _Queue(trials)
         while waiting := [n for n in WORDS if n not in self._wrong and queue.has(n)]:
             few = [n for n in waiting if self._few(n, least)]
-            if not few and time.perf_counter() - started > budget_s:
+            if not few and lockstep.now() - started > budget_s:
                 break
             self._one(queue.take(min(few or waiting, key=lambda n: self._trials.get(n, 0))))
         return [self._claim(name) for name in WORDS if name in self._trials]
@@ -69,13 +69,14 @@ class TrialBench:
                 self._values[trial.name] = self._values.get(trial.name, 0) + found.numel()
                 wrong = mismatches(found, self._expected(trial, piece, place))
                 counts.append((wrong, found, step, piece))
-        for found_wrong, found, step, piece in counts:
-            wrong = int(found_wrong)
+        totals = lockstep.total([int(wrong) for wrong, *_ in counts])
+        for wrong, (_, found, step, piece) in zip(totals, counts, strict=True):
+            differing = wrong
             if wrong and piece.start == 0 and self._is_chunk_in_company(trial, piece):
-                wrong = int(mismatches(found, self._alone(piece, place)))
-            if wrong:
+                (differing,) = lockstep.total([int(mismatches(found, self._alone(piece, place)))])
+            if differing:
                 words = _words(trial, step, piece, self._sizes)
-                self._wrong[trial.name] = f"{wrong} values of {words}"
+                self._wrong[trial.name] = f"{differing} values of {words}"
                 self._restore({p.sequence for step in trial.steps for p in step})
                 return
 
@@ -110,7 +111,8 @@ class TrialBench:
     def _alone(self, piece: Piece, place: int) -> torch.Tensor:
         """The bits that a chunk has alone."""
         alone = bits(self._run((piece,), place)[0])
-        if int(mismatches(alone, self._prefill[piece.sequence][piece.start : piece.stop])):
+        whole = self._prefill[piece.sequence][piece.start : piece.stop]
+        if any(lockstep.total([int(mismatches(alone, whole))])):
             self._restore({piece.sequence})
         return alone
 

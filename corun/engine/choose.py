@@ -37,14 +37,10 @@ def without_model(policy: str) -> tuple[str, str]:
 
 
 def _unheld(args: EngineArgs) -> str | None:
-    """Why only ``isolate`` can run this engine, whatever was measured; None if it is not so."""
-    if args.tensor_parallel_size > 1:
-        return "CoRun's probes do not measure tensor-parallel engines yet"
-    return _sizes_apart(args)
+    """Why only ``isolate`` can run this engine, whatever was measured; None if it is not so.
 
-
-def _sizes_apart(args: EngineArgs) -> str | None:
-    """Whether the compiler makes kernels for some step sizes apart; a certificate needs one set."""
+    The compiler may make kernels for some step sizes apart; a certificate needs one set.
+    """
     if args.enforce_eager:
         return None
     for name in ("compile_sizes", "compile_ranges_endpoints"):
@@ -87,9 +83,7 @@ def choose(
     asked for. ``decode_graph`` is not settled yet.
     """
     if config.certificate == MEASURE:
-        if args.tensor_parallel_size > 1:
-            raise ValueError(f"{_unheld(args)}; certify it on one device, or use 'isolate'")
-        if why := _sizes_apart(args):
+        if why := _unheld(args):
             raise ValueError(f"{why}; remove that setting to certify the engine")
         return Plan(
             "certified",

@@ -33,6 +33,7 @@ ENGINE_HOLDERS = (
     "corun.engine.padding",
     "corun.engine.probes.latent",
     "corun.engine.probes.operations",
+    "corun.engine.probes.ranks",
     "corun.engine.probes.steps",
     "corun.engine.sampling.v1",
     "corun.engine.sampling.v2",

@@ -43,7 +43,6 @@ def chosen(
     *,
     rows=ROWS,
     tokens=TOKENS,
-    tensor_parallel=1,
     eager=False,
     split=False,
     longest=1024,
@@ -52,7 +51,6 @@ def chosen(
     config = CoRunConfig(policy, certificate=named, split_decode=split)
     # What is read of vLLM's EngineArgs and ModelConfig beside the subject.
     args = SimpleNamespace(
-        tensor_parallel_size=tensor_parallel,
         enforce_eager=eager,
         compilation_config=SimpleNamespace(
             **{"compile_sizes": None, "compile_ranges_endpoints": None, **compilation}
@@ -154,7 +152,7 @@ def test_an_engine_that_is_measured_is_free(asked):
 APART = [{"compile_sizes": [1, 8]}, {"compile_ranges_endpoints": [64]}]
 
 
-@pytest.mark.parametrize("args", [{"tensor_parallel": 2}, *APART])
+@pytest.mark.parametrize("args", APART)
 def test_engines_that_no_certificate_covers(args):
     store.save(certificate())
     assert chosen(**args).policy == "isolate"
@@ -162,11 +160,6 @@ def test_engines_that_no_certificate_covers(args):
     for policy in ("pack", "certified"):
         with pytest.raises(ValueError, match="use 'isolate' or 'auto'"):
             chosen(policy, **args)
-
-
-def test_tensor_parallel_engines_are_not_measured():
-    with pytest.raises(ValueError, match=r"tensor-parallel.*certify it on one device"):
-        chosen("certified", MEASURE, tensor_parallel=2)
 
 
 @pytest.mark.parametrize("sizes", APART)

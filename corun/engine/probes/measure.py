@@ -3,14 +3,15 @@
 Time is shared out: row classes get about half; attention and the whole model the rest.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
+from corun.certify import lockstep
 from corun.certify.certificate import Certificate, RowClaim, StepClaim
 from corun.certify.compositions import Limits, lengths, trials
 from corun.certify.long_compositions import OTHERS, long_claims, packed_claims
@@ -22,6 +23,7 @@ from corun.certify.split_compositions import split_claims
 from corun.certify.trial import HOME, SCRATCH, Run, TrialBench
 from corun.engine import worker_facts
 from corun.engine.probes.operations import RowOperation, attention_layers, find
+from corun.engine.probes.ranks import ranks_of
 from corun.engine.probes.steps import StepRunner
 from corun.rows import Rows
 
@@ -33,16 +35,23 @@ ATTENTION_TRIALS = 100  # of each kind, whatever the time; each takes about a mi
 CPU_SEQUENCE, CPU_STEP, CPU_REQUESTS = 129, 512, 24
 
 
-@torch.inference_mode()
 def measure(
     runner: Any, vllm_config: Any, compute_logits: Callable, domain: dict, budget_s: float
 ) -> Certificate:
     """The certificate of the model that `runner` holds, not yet checked end to end.
 
     compute_logits: the model's own. domain: what the certificate is for. budget_s: about how many
-    seconds to take.
+    seconds to take. Under tensor parallelism all ranks call it at once, and get the same claims.
     """
-    started = time.perf_counter()
+    with lockstep.among(ranks_of(get_tp_group())):
+        return _measure(runner, vllm_config, compute_logits, domain, budget_s)
+
+
+@torch.inference_mode()
+def _measure(
+    runner: Any, vllm_config: Any, compute_logits: Callable, domain: dict, budget_s: float
+) -> Certificate:
+    started = lockstep.now()
     scheduler = vllm_config.scheduler_config
     largest, requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     rows = _row_claims(
@@ -71,7 +80,7 @@ def measure(
         tuple(rows),
         tuple(claims),
         largest,
-        time.perf_counter() - started,
+        lockstep.now() - started,
         worker=worker_facts.this_process(),
         sequence=sequence,
         together=together,

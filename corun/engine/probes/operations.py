@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
 from corun.certify.pool import linear_pool, plain_pool
 from corun.certify.probe import Operation
@@ -61,14 +62,21 @@ def find(runner: Any, vllm_config: Any, compute_logits: Callable) -> list[RowOpe
     hidden = vllm_config.model_config.get_hidden_size()
     vocab = vllm_config.model_config.get_vocab_size()
 
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        gathered = compute_logits(x)
+        # A rank that is not given the logits has to take part all the same, in as many draws.
+        return x[:, :1].expand(-1, vocab) if gathered is None else gathered
+
     head = RowOperation(
         f"LM head {hidden} x {vocab}",
-        compute_logits,
+        logits,
         lambda: plain_pool(hidden, dtype, device),
         linear=True,
         sampled=True,
     )
-    return [*found.values(), head]
+    group = get_tp_group()
+    sums = [] if group.world_size == 1 else [_all_reduce(group, hidden, dtype, device)]
+    return [*found.values(), *sums, head]
 
 
 def _modules(
@@ -87,6 +95,15 @@ def _modules(
             yield _norm(module, dtype, device)
 
 
+def _all_reduce(group: Any, width: int, dtype: torch.dtype, device: torch.device) -> RowOperation:
+    """The sum over the ranks of a group; each brings rows of its own."""
+    return RowOperation(
+        f"all-reduce of {group.world_size} ranks, {width}",
+        group.all_reduce,
+        lambda: plain_pool(width, dtype, device, seed=group.rank_in_group),
+    )
+
+
 def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
@@ -95,8 +112,11 @@ def _linear(module: LinearBase, dtype: torch.dtype, device: torch.device) -> Row
     width = getattr(module, "input_size_per_partition", module.input_size)
     columns = getattr(module, "output_size_per_partition", module.output_size)
 
+    # As its forward does: where ranks add up their parts, only the first one's has the bias.
+    later = isinstance(module, RowParallelLinear) and module.tp_rank > 0
+
     def function(x: torch.Tensor) -> torch.Tensor:
-        bias = None if module.skip_bias_add else getattr(module, "bias", None)
+        bias = None if module.skip_bias_add or later else getattr(module, "bias", None)
         return module.quant_method.apply(module, x, bias)
 
     return RowOperation(

@@ -8,10 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
+from corun.certify import lockstep
 from corun.certify.probe import RowProbe
 from corun.engine import worker_facts
 from corun.engine.probes.operations import find
+from corun.engine.probes.ranks import ranks_of
 from corun.plan import Plan
 from corun.rows import Rows
 
@@ -31,9 +34,15 @@ def some(rows: Rows) -> list[int]:
 def run(runner: Any, vllm_config: Any, compute_logits: Callable, plan: Plan) -> int:
     """Compare every operation at a few of the plan's row counts; returns values compared.
 
-    RuntimeError names the operation that differs, or what of this process does.
+    RuntimeError names the operation that differs, or what of this process does. Under tensor
+    parallelism all ranks call it at once.
     """
     worker_facts.check(plan.worker)
+    with lockstep.among(ranks_of(get_tp_group())):
+        return _compare(runner, vllm_config, compute_logits, plan)
+
+
+def _compare(runner: Any, vllm_config: Any, compute_logits: Callable, plan: Plan) -> int:
     values = 0
     for operation in find(runner, vllm_config, compute_logits):
         probe = RowProbe(operation.function, operation.plain())
