@@ -37,6 +37,12 @@ def venv_path(device: str) -> Path:
     return ROOT / (".venv-gpu" if device == "gpu" else ".venv")
 
 
+def base_python() -> str:
+    """The interpreter that environments are made from, also where one of them is active."""
+    found = getattr(sys, "_base_executable", None) or sys.executable  # no other name for it
+    return os.path.realpath(found)
+
+
 def other_python() -> str | None:
     """A Python on PATH that is in the supported range, where this one is not."""
     for minor in range(OLDEST[1], NEWEST[1] + 1):
@@ -175,7 +181,7 @@ def install_gpu(pip: Pip) -> None:
 
 def setup(device: str, needs_compiler: bool) -> None:
     """Brings the environment for `device` up to date."""
-    python = sys.executable
+    python = base_python()
     check_machine(device)
     venv = venv_path(device)
     lists = [path.read_bytes() for path in (CPU_LOCK, DEV_LOCK, GPU_LIST)]

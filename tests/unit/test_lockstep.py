@@ -51,7 +51,7 @@ def rank_process(rank, address, results):
     with lockstep.among(ranks_of(group)):
         first = lockstep.now()
         search = ClassSearch(
-            "op", RowProbe(operation, plain_pool(8, torch.float32, "cpu")), LARGEST
+            "op", RowProbe(operation, plain_pool(WIDTH, torch.float32, "cpu")), LARGEST
         )
         claim = find_classes([search], LARGEST, budget_s=0.1, dense=80)[0]
         bench = TrialBench("fake", run, SIZES)

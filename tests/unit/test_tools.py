@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import venv
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,18 @@ def test_a_stamp_is_current_only_for_what_it_was_written_from(tmp_path):
     assert not setup_env.Stamp(tmp_path, "project", first.wanted).is_current()
     for other in (("cpu", b"lost"), ("gpu", b"list"), ("cpul", b"ist"), ("cpu", b"list", b"")):
         assert not setup_env.Stamp(tmp_path, "packages", setup_env.digest(*other)).is_current()
+
+
+def test_an_active_environment_is_none_to_make_others_from(tmp_path):
+    # Or 'make' in a shell with .venv active would take its own Python for a new one, and rebuild.
+    venv.create(tmp_path, symlinks=True)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import setup_env as s; print(s.base_python())"
+    )
+    command = [str(tmp_path / "bin" / "python"), "-c", code, str(ROOT / "tools")]
+    inside = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert inside == setup_env.base_python()
+    assert not inside.startswith(str(tmp_path))
 
 
 def test_an_old_python_is_told_which_one_is_needed(monkeypatch, capsys):
