@@ -7,7 +7,7 @@ plain vLLM (a cache hit is a difference of its own, and would hide what the batc
 
 import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ def open_engine(
     from corun.plugin import register
 
     register()
+    check_names(engine_args)
     import vllm.envs
     from vllm import LLM
 
@@ -126,6 +127,22 @@ def has_tokenizer(model: str, engine_args: Mapping[str, Any]) -> bool:
     if engine_args.get("tokenizer") is not None or not directory.is_dir():
         return True
     return any((directory / name).exists() for name in _TOKENIZER_FILES)
+
+
+def worker_reports(llm: Any, policy: str) -> Sequence[Mapping[str, Any]]:
+    """What CoRun in each worker of an engine tells of itself.
+
+    policy: what was asked for. RuntimeError where CoRun is not there.
+    """
+    try:
+        found: Sequence[Mapping[str, Any]] = llm.collective_rpc("corun_report")
+    except Exception as error:
+        raise RuntimeError(
+            f"policy {policy} was asked for, but the engine's worker has no CoRun report "
+            f"({type(error).__name__}: {error}). Is CoRun installed as a package, so that vLLM's "
+            f"worker processes load it?"
+        ) from error
+    return found
 
 
 def close_engine(llm: "LLM") -> None:

@@ -1,8 +1,7 @@
 """``corun verify`` as a function: opens engines, plays the suites, compares, and reports."""
 
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,10 @@ from corun.verify.engine import (
     limits_of,
     open_engine,
     tokenizer_of,
+    worker_reports,
 )
+from corun.verify.machine import device, versions
+from corun.verify.progress import Bar
 from corun.verify.prompts import PromptSource, RandomPrompts, TextPrompts, words_of
 from corun.verify.record import Record
 from corun.verify.report import REUSE, EngineAudit, VerifyReport
@@ -82,7 +84,11 @@ class VerifyOptions:
 
 
 def verify(options: VerifyOptions, progress: bool = True) -> VerifyReport:
-    """Run the verification. Never raises for what an engine does: the report says it."""
+    """Run the verification. Never raises for what an engine does: the report says it.
+
+    ValueError names an engine argument that vLLM does not have.
+    """
+    check_names({**options.engine_args, **options.restart_args})
     run = _Verification(options, progress)
     started = time.monotonic()
     try:
@@ -116,9 +122,8 @@ class _Verification:
     def all_engines(self) -> None:
         """The first engine makes the references; every engine is compared with them."""
         options = self.options
-        check_names({**options.engine_args, **options.restart_args})
         args = {**defaults(self.config, options.rows), **options.engine_args}
-        self.report.versions, self.report.device = _versions(), _device()
+        self.report.versions, self.report.device = versions(), device()
         self.report.settings = {
             "suite": options.suite,
             "max_tokens": options.tokens,
@@ -136,10 +141,26 @@ class _Verification:
                 options.model, self.config, random_weights=options.random_weights, **args
             )
             try:
+                if number > 1:
+                    self._check_domain(llm)
                 self.one_engine(llm, number)
             finally:
                 close_engine(llm)
                 del llm
+
+    def _check_domain(self, llm: Any) -> None:
+        """ValueError where the settings of restarts, if any, make another domain."""
+        given = self.options.restart_args
+        if not given or not self.config.enabled:
+            return
+        domain = fingerprint(worker_reports(llm, self.config.policy)[0]["domain"])
+        if domain != self.report.domain:
+            settings = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(
+                f"with {settings} an engine is of another domain ({domain}) than without "
+                f"({self.report.domain}), so their outputs are not comparable under the policy "
+                f"{self.report.policy!r}; leave out settings that its domain names"
+            )
 
     def one_engine(self, llm: Any, number: int) -> None:
         """Play every scenario of engine `number` on `llm`; the first also runs all alone."""
@@ -149,7 +170,7 @@ class _Verification:
                 self._run_alone(llm, suite)
         plans = [(s, s.scenarios if number == 1 else s.restarts[number - 2]) for s in self.suites]
         count = sum(len(scene.requests) for _, scenes in plans for scene in scenes)
-        with _Bar(f"engine {number} of {self.options.engines}", count, self.progress) as bar:
+        with Bar(f"engine {number} of {self.options.engines}", count, self.progress) as bar:
             for suite, scenes in plans:
                 for scene in scenes:
                     self._run_scenario(llm, suite, scene, number, bar.advance)
@@ -196,7 +217,7 @@ class _Verification:
 
     def _run_alone(self, llm: Any, suite: Suite) -> None:
         references = self.references[suite.name] = {}
-        with _Bar(f"{suite.name}, alone", len(suite.targets), self.progress) as bar:
+        with Bar(f"{suite.name}, alone", len(suite.targets), self.progress) as bar:
             for target in suite.targets:
                 played = play(llm.llm_engine, alone(target), sampling_params)
                 references |= played.records
@@ -230,14 +251,7 @@ class _Verification:
         result.aborted += played.aborted
 
     def _audit(self, llm: Any, number: int) -> None:
-        try:
-            reports: Sequence[Mapping[str, Any]] = llm.collective_rpc("corun_report")
-        except Exception as error:
-            raise RuntimeError(
-                f"policy {self.config.policy} was asked for, but the engine's worker has no CoRun "
-                f"report ({type(error).__name__}: {error}). Is CoRun installed as a package, so "
-                f"that vLLM's worker processes load it?"
-            ) from error
+        reports = worker_reports(llm, self.config.policy)
         violations = tuple(text for report in reports for text in report["violations"])
         audit = EngineAudit(
             number,
@@ -255,53 +269,6 @@ class _Verification:
                 f"engine {number} is of another domain ({audit.domain}) than the first "
                 f"({self.report.domain}): their outputs are not comparable"
             )
-
-
-class _Bar:
-    """A progress bar on stderr: requests done."""
-
-    def __init__(self, title: str, total: int, shown: bool) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(
-            total=total, desc=title, unit="request", disable=not shown, file=sys.stderr, leave=False
-        )
-
-    def advance(self, _name: str) -> None:
-        """One more request is done."""
-        self._bar.update()
-
-    def __enter__(self) -> "_Bar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-
-def _versions() -> dict[str, str]:
-    import platform
-
-    import torch
-
-    from corun import __version__
-    from corun.engine.seams import vllm_version
-
-    return {
-        "corun": __version__,
-        "vllm": vllm_version(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _device() -> str:
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        import torch
-
-        return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
-    return str(current_platform.get_device_name())
 
 
 def _plain(value: Any) -> Any:
