@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         check_model(args.model)
     elif given or args.random_weights:
         raise ValueError("engine arguments explain nothing without a MODEL")
+    if args.json != "-":
+        print("corun doctor: looking at vLLM ...", file=sys.stderr, flush=True)
     with _unlogged():
         findings = examine(args.policy, os.environ, args.model, given)
     if args.json == "-":

@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer the input; 0 done and kept, 1 a step broke the plan. ValueError: could not run."""
+    from corun.jobs.partial import remove_leftover
     from corun.jobs.run import JobRun
 
     if not args.rest or args.rest[0].startswith("-"):
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.rest[0])
     output = Path(args.output)
     if output.exists() and not args.overwrite:
+        remove_leftover(output)
         raise ValueError(f"{output} exists; --overwrite replaces it, another -o keeps it")
     if not output.parent.is_dir():
         raise ValueError(f"{output.parent} is not a directory")
@@ -114,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     # After the job has noted its flags: how much memory is free must not keep it from going on.
     _settle_memory(engine, args.rest[1:])
     summary = job.run()
-    summary["seconds"] = round(time.monotonic() - started, 3)
+    took = time.monotonic() - started - summary["start_seconds"]
+    summary["seconds"] = round(took, 3)
     if args.json:
         from corun.jobs.files import write_json
 
@@ -162,7 +165,8 @@ def _print_summary(summary: dict[str, Any], output: Path) -> None:
     print(
         f"{summary['answered']} answered, {summary['skipped']} skipped, "
         f"{summary['resumed']} of them from an earlier run; "
-        f"{summary['output_tokens']} tokens in {summary['seconds']} s\n"
+        f"{summary['output_tokens']} tokens in {summary['seconds']:.1f} s, "
+        f"after {summary['start_seconds']:.1f} s to start the engine\n"
         f"policy {summary['policy']}, domain {contract}\n"
         f"digest {summary['digest']}\n"
         f"{output}",

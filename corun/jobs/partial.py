@@ -35,6 +35,11 @@ class Header:
     format: int = FORMAT
 
 
+def partial_path(output: Path) -> Path:
+    """Where the partial file of `output` is."""
+    return output.with_name(output.name + ".partial")
+
+
 class Partial:
     """The partial output at `path`, held by this process alone until ``close``.
 
@@ -142,6 +147,13 @@ class Partial:
         self.path.unlink()
         sync_directory(self.path.parent)
 
+    def is_in(self, output: Path) -> bool:
+        """Whether `output` is what ``finish`` makes of this, so that nothing is lost with it."""
+        if self.header is None or self._places.keys() != set(range(len(self._places))):
+            return False
+        with output.open("rb") as f:
+            return all(f.read(len(line)) == line for _, line in self._lines()) and not f.read(1)
+
     def discard_if_empty(self) -> None:
         """Remove the file where nothing was saved in it."""
         if self.header is None:
@@ -150,6 +162,26 @@ class Partial:
     def close(self) -> None:
         """Let go of it."""
         self._file.close()
+
+
+def remove_leftover(output: Path) -> bool:
+    """Remove the partial file that a run left behind which was killed when `output` was written.
+
+    Whether there was one. What another process holds, or holds anything else, stays.
+    """
+    path = partial_path(output)
+    if not path.exists():
+        return False
+    try:
+        partial = Partial(path)
+    except ValueError:
+        return False
+    try:
+        if leftover := partial.is_in(output):
+            path.unlink()
+        return leftover
+    finally:
+        partial.close()
 
 
 def difference(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """One run of ``corun generate``: from checked lines to a finished output."""
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from tqdm import tqdm
 
 from corun.jobs import records
 from corun.jobs.lines import BadLine, Job
-from corun.jobs.partial import Header, Partial, difference
+from corun.jobs.partial import Header, Partial, difference, partial_path
 from corun.list_seeds import member_seed
 from corun.seeds import child_seed, draw_seed
 from corun.starting import say_starting
@@ -57,10 +58,11 @@ class JobRun:
         self._job = self._describe(identity)
         self._corun = self.config["policy"] != "off"
         self._resumable = False  # whether what is saved is this run's
+        self._start_s = 0.0
 
     def run(self) -> dict[str, Any]:
         """Do it; returns the summary. ValueError: could not run; what was saved stays."""
-        self.partial = Partial(self.output.with_name(self.output.name + ".partial"))
+        self.partial = Partial(partial_path(self.output))
         try:
             return self._run()
         except BaseException:
@@ -129,7 +131,9 @@ class JobRun:
         from corun.engine.offline import OfflineEngine
 
         say_starting("generate")
+        began = time.monotonic()
         engine = OfflineEngine(self.engine_args)
+        self._start_s = time.monotonic() - began
         header = self._begin(engine.domain())
         done = self.partial.done
         todo = [line for line in self.lines if line.index not in done]
@@ -190,5 +194,6 @@ class JobRun:
             "output_tokens": output_tokens,
             "digest": records.digest_of_all(self.partial.records()),
             "steps": report["steps"] if report else None,
+            "start_seconds": round(self._start_s, 3),
             "violations": list(report["violations"]) if report else [],
         }

@@ -274,6 +274,8 @@ def print_findings(report: LocalizeReport) -> None:
     """Print the report for people."""
     if report.error is not None:
         print(f"could not run: {report.error}")
+    if len(report.findings) > 1:
+        print(f"{len(report.findings)} experiments, each with an answer of its own")
     for finding in report.findings:
         first = finding.diff.first
         print(f"{report.rows} requests, {finding.crowd}:")

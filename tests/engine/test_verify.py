@@ -1,17 +1,13 @@
 """``corun verify`` and ``corun localize`` on real vLLM: plain vLLM fails, ``isolate`` passes."""
 
 import json
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 
+from benchmarks.models import write_config
 from corun.cli import main
 from corun.config import CoRunConfig
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from benchmarks.models import write_config
 
 SMALL = (
     "--rows", "8",

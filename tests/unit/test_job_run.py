@@ -1,6 +1,7 @@
 """corun.jobs.run and ``corun generate`` with a fake engine: order, errors, resuming."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -211,6 +212,21 @@ def test_another_input_or_domain_is_refused(generate, capsys):
     FakeEngine.crash_after = None
     status, records = generate("--overwrite")
     assert (status, records[0]["domain"]) == (0, "corun1-b")
+
+
+def test_what_a_run_left_that_was_killed_at_its_very_end_goes(generate, tmp_path, monkeypatch):
+    partial = tmp_path / "out.jsonl.partial"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda self, **_: (_ for _ in ()).throw(CrashError()))
+        status, first = generate(lines=LINES)
+    assert status == 2 and len(first) == 7 and partial.exists()
+    damaged = partial.read_bytes()
+    partial.write_bytes(damaged.replace(b'"r3"', b'"r8"'))
+    assert generate()[0] == 2 and partial.exists()  # not what the output holds: it stays
+    partial.write_bytes(damaged)
+    assert generate() == (2, first)
+    assert not partial.exists()
+    assert (tmp_path / "out.jsonl").exists()
 
 
 def test_an_existing_output_is_kept(generate, capsys):
