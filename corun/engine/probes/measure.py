@@ -59,11 +59,10 @@ def _measure(
     )
     draft = Certificate(domain, tuple(rows), (), largest, 0.0)
     cache = vllm_config.cache_config
-    blocks = runner.kv_cache_config.num_blocks - 2
     limits = Limits(
         step_tokens=largest,
         requests=requests,
-        kv_tokens=max(0, blocks * cache.block_size // 2),
+        kv_tokens=max(0, _blocks(runner) * cache.block_size // 2),
         sequence_tokens=vllm_config.model_config.max_model_len,
     )
     claims, sequence, together = _attention_claims(
@@ -93,9 +92,8 @@ def _attention_claims(
     """What holds of each attention layer's rows, and tokens of the longest sequence tried, and of
     the fullest step.
     """
-    blocks, block_size = runner.kv_cache_config.num_blocks - 2, vllm_config.cache_config.block_size
     thorough = torch.device(runner.device).type == "cuda"
-    sizes = _fitting(lengths(limits, thorough), blocks, block_size)
+    sizes = _fitting(lengths(limits, thorough), runner, vllm_config)
     room = _room(runner, vllm_config)
     layers = attention_layers(runner)
     share = budget_s / (2 if runner.corun.split is None else 3)
@@ -126,9 +124,8 @@ def _model_claims(
     """The whole model in steps as the plan would have them: no longer, and at its row counts."""
     thorough = torch.device(runner.device).type == "cuda"
     made, limits = _model_run(runner, vllm_config, draft, limits)
-    blocks, block_size = runner.kv_cache_config.num_blocks - 2, vllm_config.cache_config.block_size
     few = limits if thorough else _fewer(limits)
-    sizes = _fitting(lengths(few, thorough), blocks, block_size)
+    sizes = _fitting(lengths(few, thorough), runner, vllm_config)
     split = runner.corun.split
     share = budget_s if split is None else budget_s / 2
     claims = TrialBench("model", made(sizes), sizes).work(trials(sizes, few, thorough), share)
@@ -194,9 +191,8 @@ def _planned(draft: Certificate, limits: Limits) -> tuple[Limits, Rows]:
 
 def _room(runner: Any, vllm_config: Any) -> int:
     """Tokens of KV that the sequences of ``long_sizes`` may have together."""
-    blocks = runner.kv_cache_config.num_blocks - 2
     partly_filled = len(OTHERS) + 1
-    return (blocks - partly_filled) * vllm_config.cache_config.block_size
+    return (_blocks(runner) - partly_filled) * vllm_config.cache_config.block_size
 
 
 def _attention_run(
@@ -231,8 +227,14 @@ def _row_claims(
     return claims
 
 
-def _fitting(sizes: list[int], blocks: int, block_size: int) -> list[int]:
+def _blocks(runner: Any) -> int:
+    """KV cache blocks that sequences may have: without vLLM's null block, and one to spare."""
+    return int(runner.kv_cache_config.num_blocks) - 2
+
+
+def _fitting(sizes: list[int], runner: Any, vllm_config: Any) -> list[int]:
     """The leading sizes whose blocks, twice each, fit."""
+    blocks, block_size = _blocks(runner), vllm_config.cache_config.block_size
     chosen = []
     for size in sizes:
         blocks -= 2 * -(-size // block_size)
