@@ -5,6 +5,7 @@ would wait for the other until the time limit.
 """
 
 import multiprocessing
+import os
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from corun.certify.pool import plain_pool
 from corun.certify.probe import RowProbe
 from corun.certify.search import ClassSearch, find_classes
 from corun.certify.trial import TrialBench
+from corun.engine.probes import ranks as module
 from corun.engine.probes.ranks import GroupRanks, ranks_of
 from corun.rows import Rows
 
@@ -64,20 +66,39 @@ def rank_process(rank, address, results):
     torch.distributed.destroy_process_group()
 
 
+def failing_process(rank, address, results):
+    """The second of two ranks fails; the first one asks for a total."""
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    group = SimpleNamespace(ranks=[0, 1], cpu_group=torch.distributed.group.WORLD)
+    module.PATIENCE = timedelta(seconds=1)
+    try:
+        results.put((rank, GroupRanks(group).total([1]) if rank == 0 else None))
+    except RuntimeError as e:
+        results.put((rank, str(e)))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # the group is of no use any more
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each of the two found."""
+    return [rest for _, *rest in both(rank_process, tmp_path_factory.mktemp("group"))]
+
+
+def both(target, directory):
+    """What two processes put into their queue, in the order of their ranks."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    address = f"file://{tmp_path_factory.mktemp('group') / 'meeting'}"
-    both = [context.Process(target=rank_process, args=(r, address, results)) for r in range(2)]
-    for process in both:
+    address = f"file://{directory / 'meeting'}"
+    made = [context.Process(target=target, args=(r, address, results)) for r in range(2)]
+    for process in made:
         process.start()
-    found = sorted(results.get(timeout=LIMIT_S) for _ in both)
-    for process in both:
+    found = sorted(results.get(timeout=LIMIT_S) for _ in made)
+    for process in made:
         process.join(LIMIT_S)
-    assert [process.exitcode for process in both] == [0, 0]
-    return [rest for _, *rest in found]
+    assert [process.exitcode for process in made] == [0, 0]
+    return found
 
 
 def test_they_read_one_clock_and_make_the_same_calls(ranks):
@@ -104,6 +125,11 @@ def test_a_trial_that_differs_on_one_rank_is_refuted_on_all(ranks):
     assert held["decode_is_prefill"][0]
     example = next(c["example"] for c in one[2] if c["name"] == "decode_rows")
     assert example.startswith("3000 values of the row decoded at position 39, beside 1 others")
+
+
+def test_a_rank_does_not_wait_forever_for_one_that_failed(tmp_path):
+    (_, told), _ = both(failing_process, tmp_path)
+    assert "another rank gave no answer" in told
 
 
 def test_one_rank_has_its_own_clock_and_counts():

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,8 +15,15 @@ SEAMS: tuple[tuple, ...] = (
 )
 
 
+PATIENCE = timedelta(minutes=5)
+"""What a rank waits for the others: one that failed answers no more, and then all shall fail."""
+
+
 class GroupRanks:
-    """``Ranks`` of a vLLM group, through its process group on the CPU."""
+    """``Ranks`` of a vLLM group, through its process group on the CPU.
+
+    RuntimeError where another rank does not answer.
+    """
 
     several = True
 
@@ -25,14 +33,25 @@ class GroupRanks:
     def now(self) -> float:
         """The first rank's clock."""
         clock = torch.tensor([time.perf_counter()], dtype=torch.float64)
-        torch.distributed.broadcast(clock, src=self._first, group=self._group)
+        self._wait(
+            torch.distributed.broadcast(clock, self._first, group=self._group, async_op=True)
+        )
         return clock.item()
 
     def total(self, counts: Sequence[int]) -> list[int]:
         """`counts` (int64), each added up over the ranks."""
         added = torch.tensor(counts, dtype=torch.int64)
-        torch.distributed.all_reduce(added, group=self._group)
+        self._wait(torch.distributed.all_reduce(added, group=self._group, async_op=True))
         return added.tolist()
+
+    @staticmethod
+    def _wait(work: Any) -> None:
+        try:
+            work.wait(PATIENCE)
+        except RuntimeError as e:
+            raise RuntimeError(
+                f"CoRun: another rank gave no answer ({e}); its own message is in the log"
+            ) from e
 
 
 def ranks_of(group: Any) -> Ranks:
