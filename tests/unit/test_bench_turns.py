@@ -16,7 +16,7 @@ from corun.bench.mode_child import Child, run_children
 from corun.bench.turns import rotated
 
 HERE = str(Path(__file__).parent)
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 import itertools
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from row_operations import WIDTH, backward, forward, split, weight
 
+from corun.certify import lockstep, search
 from corun.certify import probe as probe_module
-from corun.certify import search
 from corun.certify.pool import linear_pool, plain_pool
 from corun.certify.probe import MIN_VALUES, RowProbe, bits, mismatches
 from corun.certify.search import ClassSearch, find_classes, first_counts, in_order
@@ -295,7 +294,7 @@ def test_operations_are_searched_at_the_same_counts(monkeypatch):
     """Counts at which one of them was not tried would be of no use to a plan."""
     monkeypatch.setattr(probe_module, "MIN_VALUES", 100)
     clock = itertools.count()
-    monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(lockstep, "now", lambda: next(clock))
     pool = plain_pool(WIDTH, torch.float32, CPU)
     operations = [lambda x: x * 2, lambda x: x + (len(x) < 40)]
     searches = [ClassSearch(str(i), RowProbe(f, pool), 3000) for i, f in enumerate(operations)]
@@ -309,7 +308,7 @@ def test_operations_are_searched_at_the_same_counts(monkeypatch):
 def test_what_is_to_be_tried_again_counts_as_time_taken(monkeypatch):
     monkeypatch.setattr(probe_module, "MIN_VALUES", 100)
     clock = itertools.count()
-    monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(lockstep, "now", lambda: next(clock))
     pool = plain_pool(WIDTH, torch.float32, CPU)
     made = ClassSearch("op", RowProbe(lambda x: x + (len(x) < 100), pool), 100)
     before = made.seconds

@@ -1,12 +1,11 @@
 """TrialBench over a fake attention: each property breaks where it is broken, and nowhere else."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from corun.certify import trial as trial_module
+from corun.certify import lockstep
 from corun.certify.compositions import PROPERTIES, Limits, lengths, trials
 from corun.certify.probe import MIN_VALUES
 from corun.certify.trial import TrialBench
@@ -220,7 +219,7 @@ def test_without_time_no_property_is_tried_more_than_it_needs():
 
 
 def test_a_clock_that_stands_still_changes_nothing(monkeypatch):
-    monkeypatch.setattr(trial_module, "time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr(lockstep, "now", lambda: 0.0)
     one, other = claims(Attention(), budget_s=1), claims(Attention())
     assert one == other
 

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 from plans import certified
@@ -44,6 +45,7 @@ def test_a_certificate_that_says_nothing_of_its_worker_is_refused():
 def test_a_start_checks_the_process_before_it_compares_values(monkeypatch):
     plan = certified(Rows.span(1, 4), Rows.span(1, 4))
     monkeypatch.setattr(spot_check, "find", lambda *given: [])
+    monkeypatch.setattr(spot_check, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     here = worker_facts.this_process()
     assert spot_check.run(None, None, None, replace(plan, worker=here)) == 0
     elsewhere = replace(plan, worker={**here, "threads": here["threads"] + 1})
