@@ -57,6 +57,8 @@ def _model(record: Record) -> str:
     """The model as the command names it; a certificate itself holds only a hash of its shape."""
     words = record["command"].split()
     name = str(words[words.index("certify") + 1])
+    if "split_decode" in record["certificate"]["domain"]:
+        name += ", split decode"
     used = runner(record)
     return name if used == DEFAULT_RUNNER else f"{name}, {used} runner"
 

@@ -74,11 +74,12 @@ def test_a_certificate_in_short():
         "c.json": certified([claim("A", [1])], held, None, note="beside others"),
         "d.json": certified([claim("A", [1])], held, None, command=forced, policies=none),
     }
-    given["d.json"]["certificate"]["domain"] = {"dtype": "torch.float16", "device": "G H I J"}
+    split = {"dtype": "torch.float16", "device": "G H I J", "split_decode": {}}
+    given["d.json"]["certificate"]["domain"] = split
     lines = certificate_tables.certificate_summary(given).splitlines()
     assert lines[2:] == [
         f"| M | bfloat16 | cpu x86_64 AVX512 | {ALLOWED} | 12 |",
-        "| N, V1 runner | float16 | G H I J | none | 12 |",
+        "| N, split decode, V1 runner | float16 | G H I J | none | 12 |",
     ]
 
 
