@@ -85,10 +85,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, rows_help: str) -> 
 
 def engine_args(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of vLLM's LLM from ``--engine-arg`` and ``--dtype``. ValueError names a bad one."""
-    found = parse_engine_args(args.engine_arg)
+    found = known(parse_engine_args(args.engine_arg))
     if args.dtype is not None:
         found["dtype"] = args.dtype
     return found
+
+
+def known(given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, keywords of vLLM's LLM. ValueError names one that it does not take."""
+    if given:  # to look them up takes seconds
+        from corun.verify.engine import check_names
+
+        check_names(given)
+    return given
 
 
 def parse_engine_args(given: Sequence[str], flag: str = "--engine-arg") -> dict[str, Any]:
@@ -125,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
         quick=args.quick,
         random_weights=args.random_weights,
         engine_args=engine_args(args),
-        restart_args=parse_engine_args(args.restart_arg, "--restart-arg"),
+        restart_args=known(parse_engine_args(args.restart_arg, "--restart-arg")),
     )
     say_starting("verify", shown=not args.no_progress)
     report = verify(options, progress=not args.no_progress)

@@ -265,7 +265,9 @@ def test_the_command_takes_a_model_and_engine_arguments(found_seams, model, caps
     monkeypatch.delenv("CORUN_DEBUG", raising=False)
     flags = ["--dtype", "float32", "--rows", "4", "--engine-arg", "max_num_batched_tokens=32"]
     assert cli.main(["doctor", model, *flags, "--json", "-"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "looking at vLLM" not in printed.err  # JSON by itself
+    told = json.loads(printed.out)
     assert (told["policy"]["model"], told["policy"]["runs"]) == (model, "isolate")
     assert "CORUN_VIOLATION_FILE" not in told["variables"]
     assert cli.main(["doctor", model, "--engine-arg", "max_num_batched_tokens=2", "--rows=4"]) == 2

@@ -29,13 +29,29 @@ def test_properties_under_random_traffic_for_every_set_of_grants():
             counts.update(watch.counts, traces=1)
 
     run()
+    for _ in range(2):  # what is rare may be missing among the first traces
+        if any(exercised(counts) != wanted(grants) for grants, counts in seen.items()):
+            run()
     for grants, counts in seen.items():
         assert counts["traces"] >= 400
-        assert (counts["packed"] > 0) == grants.batched_prefill
-        assert (counts["mixed"] > 0) == grants.mixed
-        shared = grants.batched_prefill or grants.mixed
-        assert (counts["cut"] > 0) == (grants.free_chunks and shared)
-        assert (counts["preempted"] > 0) == grants.preemption
+        assert exercised(counts) == wanted(grants)
+
+
+def exercised(counts):
+    """What the traces met."""
+    return {name for name in ("packed", "mixed", "cut", "preempted") if counts[name]}
+
+
+def wanted(grants):
+    """What they meet under these grants, and nothing else."""
+    shared = grants.batched_prefill or grants.mixed
+    met = {
+        "packed": grants.batched_prefill,
+        "mixed": grants.mixed,
+        "cut": grants.free_chunks and shared,
+        "preempted": grants.preemption,
+    }
+    return {name for name, does in met.items() if does}
 
 
 PACK = Grants(batched_prefill=True)

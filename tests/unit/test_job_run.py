@@ -152,6 +152,7 @@ def test_an_interrupted_run_goes_on_with_the_same_seeds(generate, tmp_path, caps
     assert FakeEngine.submitted == [0, 1, 2, 3]  # the fake engine had finished the last three
     base = json.loads((tmp_path / "s.json").read_text())
     assert base["resumed"] == 3
+    assert base["seconds"] >= 0 and base["start_seconds"] >= 0  # the engine's start by itself
     with_seeds = [
         json.dumps({**json.loads(x), "seed": r["outputs"][0]["seed"]})
         for x, r in zip(LINES, records, strict=True)

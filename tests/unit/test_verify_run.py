@@ -249,3 +249,12 @@ def test_a_restart_argument_that_vllm_does_not_know_is_told_before_any_engine(st
     ):
         go(started, good, good, restart_args={"max_num_batched_token": 64})
     assert not started[0]
+
+
+@pytest.mark.parametrize("command", ["certify", "doctor", "localize", "verify"])
+def test_no_command_starts_for_an_argument_that_vllm_does_not_have(command, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.main([command, str(tmp_path), "--engine-arg", "max_num_seq=3"]) == CANNOT_RUN
+    told = capsys.readouterr().err
+    assert "no engine argument 'max_num_seq' (did you mean max_num_seqs?)" in told
+    assert "starting" not in told
