@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -165,6 +166,13 @@ def _violations_told() -> Iterator[None]:
             raise error
 
 
+def _check_report(args: argparse.Namespace) -> None:
+    """ValueError where the file of ``--json`` could not be written when all is done."""
+    given = getattr(args, "json", None)
+    if given and given != "-" and not Path(given).parent.is_dir():
+        raise ValueError(f"--json {given}: {Path(given).parent} is not a directory")
+
+
 def _run(module: ModuleType, args: argparse.Namespace) -> int:
     """Run a command, with vLLM kept quiet where the command wants that."""
     from corun.commands.quiet import quiet
@@ -179,6 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, status = None, CANNOT_RUN
     try:
         args, module = _parse(sys.argv[1:] if argv is None else argv)
+        _check_report(args)
         return _run(module, args)
     except KeyboardInterrupt:
         message = "interrupted"

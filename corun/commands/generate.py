@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("which model? corun generate MODEL -i IN.jsonl -o OUT.jsonl (model first)")
     check_model(args.rest[0])
     output = Path(args.output)
+    if output.exists() and output.samefile(args.input):
+        raise ValueError(f"{output} is the input; its answers need another -o")
     if output.exists() and not args.overwrite:
         remove_leftover(output)
         raise ValueError(f"{output} exists; --overwrite replaces it, another -o keeps it")

@@ -230,6 +230,14 @@ def test_what_a_run_left_that_was_killed_at_its_very_end_goes(generate, tmp_path
     assert (tmp_path / "out.jsonl").exists()
 
 
+def test_prompts_are_not_overwritten_by_their_answers(generate, tmp_path, capsys):
+    (tmp_path / "in.jsonl").write_text("\n".join(LINES) + "\n")
+    argv = ["generate", "m", "-i", "in.jsonl", "-o", "./in.jsonl", "--overwrite"]
+    assert cli.main(argv) == 2
+    assert "in.jsonl is the input" in capsys.readouterr().err
+    assert (tmp_path / "in.jsonl").read_text().splitlines() == LINES
+
+
 def test_an_existing_output_is_kept(generate, capsys):
     _, first = generate(lines=LINES)
     status, second = generate()

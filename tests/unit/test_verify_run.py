@@ -252,6 +252,15 @@ def test_a_restart_argument_that_vllm_does_not_know_is_told_before_any_engine(st
 
 
 @pytest.mark.parametrize("command", ["certify", "doctor", "localize", "verify"])
+def test_no_command_starts_whose_report_could_not_be_written(command, tmp_path, capsys):
+    report = tmp_path / "nodir" / "x.json"
+    assert cli.main([command, str(tmp_path), "--json", str(report)]) == CANNOT_RUN
+    told = capsys.readouterr().err
+    assert f"{report.parent} is not a directory" in told
+    assert "starting" not in told and "looking" not in told
+
+
+@pytest.mark.parametrize("command", ["certify", "doctor", "localize", "verify"])
 def test_no_command_starts_for_an_argument_that_vllm_does_not_have(command, tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert cli.main([command, str(tmp_path), "--engine-arg", "max_num_seq=3"]) == CANNOT_RUN
