@@ -235,9 +235,9 @@ class Certificate:
             given = given["certificate"]
         if not isinstance(given, Mapping) or "version" not in given:
             raise CertificateError("this is no CoRun certificate; make one with 'corun certify'")
-        if given["version"] != VERSION:
+        if type(given["version"]) is not int or given["version"] != VERSION:
             raise CertificateError(
-                f"this certificate has format {given['version']}, not {VERSION}; make a new one "
+                f"this certificate has format {given['version']!r}, not {VERSION}; make a new one "
                 "with 'corun certify'"
             )
         try:

@@ -82,6 +82,8 @@ class JobRun:
             print("corun generate: policy off, so no contract holds", file=sys.stderr)
         if self.overwrite:
             self.partial.clear()
+        elif self.output.exists():  # another run may have finished it since it was looked for
+            raise ValueError(f"{self.output} exists; --overwrite replaces it, another -o keeps it")
         self._check_job()
         self._resumable = True
         resumed = len(self.partial.done)

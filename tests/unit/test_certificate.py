@@ -69,9 +69,9 @@ def test_what_is_no_certificate(given):
         Certificate.from_mapping(given)
 
 
-@pytest.mark.parametrize("version", [0, VERSION + 1, "1", None])
+@pytest.mark.parametrize("version", [0, VERSION + 1, "1", True, 1.0, None])
 def test_another_format(version):
-    with pytest.raises(CertificateError, match=rf"format {version}, not {VERSION}.*corun certify"):
+    with pytest.raises(CertificateError, match=rf"format {version!r}, not {VERSION}.*corun certify"):
         Certificate.from_mapping({**certificate().to_mapping(), "version": version})
 
 

@@ -238,6 +238,20 @@ def test_prompts_are_not_overwritten_by_their_answers(generate, tmp_path, capsys
     assert (tmp_path / "in.jsonl").read_text().splitlines() == LINES
 
 
+def test_an_output_that_another_run_finished_meanwhile_is_kept(generate, tmp_path, monkeypatch):
+    from corun.jobs import run as module
+
+    def finished_meanwhile(path):
+        (tmp_path / "out.jsonl").write_text('"theirs"\n')
+        return partial(path)
+
+    partial = module.Partial
+    monkeypatch.setattr(module, "Partial", finished_meanwhile)
+    assert generate(lines=LINES) == (2, ["theirs"])
+    assert not (tmp_path / "out.jsonl.partial").exists()
+    assert FakeEngine.started == 0
+
+
 def test_an_existing_output_is_kept(generate, capsys):
     _, first = generate(lines=LINES)
     status, second = generate()
