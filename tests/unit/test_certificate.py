@@ -71,7 +71,8 @@ def test_what_is_no_certificate(given):
 
 @pytest.mark.parametrize("version", [0, VERSION + 1, "1", True, 1.0, None])
 def test_another_format(version):
-    with pytest.raises(CertificateError, match=rf"format {version!r}, not {VERSION}.*corun certify"):
+    told = rf"format {version!r}, not {VERSION}.*corun certify"
+    with pytest.raises(CertificateError, match=told):
         Certificate.from_mapping({**certificate().to_mapping(), "version": version})
 
 
