@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer the input; 0 done and kept, 1 a step broke the plan. ValueError: could not run."""
-    from corun.jobs.partial import remove_leftover
+    from corun.jobs.partial import check_absent, remove_leftover
     from corun.jobs.run import JobRun
 
     if not args.rest or args.rest[0].startswith("-"):
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{output} is the input; its answers need another -o")
     if output.exists() and not args.overwrite:
         remove_leftover(output)
-        raise ValueError(f"{output} exists; --overwrite replaces it, another -o keeps it")
+        check_absent(output)
     if not output.parent.is_dir():
         raise ValueError(f"{output.parent} is not a directory")
     defaults = checked({**_DEFAULTS, **_given(args)})

@@ -164,22 +164,27 @@ class Partial:
         self._file.close()
 
 
-def remove_leftover(output: Path) -> bool:
+def check_absent(output: Path) -> None:
+    """ValueError where there is an output already."""
+    if output.exists():
+        raise ValueError(f"{output} exists; --overwrite replaces it, another -o keeps it")
+
+
+def remove_leftover(output: Path) -> None:
     """Remove the partial file that a run left behind which was killed when `output` was written.
 
-    Whether there was one. What another process holds, or holds anything else, stays.
+    What another process holds, or holds anything else, stays.
     """
     path = partial_path(output)
     if not path.exists():
-        return False
+        return
     try:
         partial = Partial(path)
     except ValueError:
-        return False
+        return
     try:
-        if leftover := partial.is_in(output):
+        if partial.is_in(output):
             path.unlink()
-        return leftover
     finally:
         partial.close()
 

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from corun.jobs import records
 from corun.jobs.lines import BadLine, Job
-from corun.jobs.partial import Header, Partial, difference, partial_path
+from corun.jobs.partial import Header, Partial, check_absent, difference, partial_path
 from corun.list_seeds import member_seed
 from corun.seeds import child_seed, draw_seed
 from corun.starting import say_starting
@@ -82,8 +82,8 @@ class JobRun:
             print("corun generate: policy off, so no contract holds", file=sys.stderr)
         if self.overwrite:
             self.partial.clear()
-        elif self.output.exists():  # another run may have finished it since it was looked for
-            raise ValueError(f"{self.output} exists; --overwrite replaces it, another -o keeps it")
+        else:  # looked for again: another run may have finished it meanwhile
+            check_absent(self.output)
         self._check_job()
         self._resumable = True
         resumed = len(self.partial.done)
